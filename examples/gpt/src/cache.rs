@@ -19,10 +19,10 @@ pub struct Cache {
 /// Keys and values of one block of the model.
 pub(crate) enum BlockCache {
     /// Of flash attention: allocated once, written in place.
-    Preallocated(KvCache),
+    Preallocated(Box<KvCache>),
     /// Of attention that has no cache of its own: all keys and values, `[batch, heads, tokens, head_dim]`, which each call copies into longer
     /// tensors.
-    Concatenated(Option<[Tensor<4>; 2]>),
+    Concatenated(Option<Box<[Tensor<4>; 2]>>),
 }
 
 impl Cache {
@@ -55,7 +55,7 @@ impl Cache {
         let of_tensor = |tensor: &Tensor<4>| tensor.shape().num_elements() * tensor.dtype().size();
         let of_block = |block: &BlockCache| match block {
             BlockCache::Preallocated(cache) => cache.bytes(),
-            BlockCache::Concatenated(tensors) => tensors.iter().flatten().map(of_tensor).sum(),
+            BlockCache::Concatenated(tensors) => tensors.iter().flat_map(|tensors| tensors.iter()).map(of_tensor).sum(),
         };
         self.blocks.iter().map(of_block).sum()
     }

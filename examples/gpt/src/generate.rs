@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 /// Continues a text, or several at once.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// The text to continue. Several are continued at once, and printed at the end.
+    /// The text to continue. Given several times, all texts are generated in one batch and printed at the end.
     #[arg(long, default_value = "")]
     pub prompt: Vec<String>,
-    /// Number of continuations of each prompt, all generated at once, with seeds that count up from --seed.
+    /// Number of texts for each prompt, all generated in one batch. Their seeds count up from --seed.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = count())]
     pub batch: usize,
     /// GPT-2's weights, a safetensors file in Hugging Face's layout [default: the best model of a run].

@@ -249,7 +249,8 @@ impl CausalSelfAttention {
         }
         let [width, _] = self.projection.weight.dims();
         let config = KvCacheConfig::new(batch, self.heads, width / self.heads, capacity).with_dtype(Some(self.dtype));
-        config.try_init(&self.projection.weight.device()).map(BlockCache::Preallocated)
+        let cache = config.try_init(&self.projection.weight.device())?;
+        Ok(BlockCache::Preallocated(Box::new(cache)))
     }
 
     /// Causal attention of new tokens over all tokens so far. Keys and values are added to the cache. `seq_lens [batch]` is the number of new
@@ -268,13 +269,13 @@ impl CausalSelfAttention {
                 flash_attention_with_kvcache(q, k, v, cache, &options)
             }
             BlockCache::Concatenated(cache) => {
-                let (k, v) = match cache.take() {
+                let (k, v) = match cache.take().map(|before| *before) {
                     Some([before_k, before_v]) => {
                         (Tensor::cat(vec![before_k, k], 2), Tensor::cat(vec![before_v, v], 2))
                     }
                     None => (k, v),
                 };
-                *cache = Some([k.clone(), v.clone()]);
+                *cache = Some(Box::new([k.clone(), v.clone()]));
                 self.attend(q, k, v, None)
             }
         }
