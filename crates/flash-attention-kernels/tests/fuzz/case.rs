@@ -39,8 +39,8 @@ impl Line {
         Ok(AttentionOptions {
             softmax_scale: self.parsed("scale")?,
             causal: self.number("causal", 0)? > 0,
-            continued: false,
             alignment: self.choice("align", &[("bottom", Alignment::BottomRight), ("top", Alignment::TopLeft)])?,
+            continued: self.number("continued", 0)? > 0,
             window_left: self.parsed("left")?,
             window_right: self.parsed("right")?,
             softcap: self.parsed("softcap")?,

@@ -72,6 +72,9 @@ impl Source {
         if random.random_bool(0.25) {
             line.set("align", "top");
         }
+        if random.random_bool(0.25) {
+            line.set("continued", 1);
+        }
         for key in ["softcap", "scale", "sinks", "dlse"] {
             if takes(random) {
                 line.set(key, 1);

@@ -6,7 +6,7 @@ use std::str::FromStr;
 /// The keys in the order in which they are written, each with its default (unless it is "none") and its meaning.
 ///
 /// A pattern is like `b1qk`: the letters of the dimensions batch, heads, queries and keys that are not broadcast, and 1 for the others.
-pub const KEYS: [(&str, &str); 48] = [
+pub const KEYS: [(&str, &str); 49] = [
     ("dtype", "f32"),
     ("precision", "full, or tf32"),
     ("b", "1"),
@@ -18,6 +18,7 @@ pub const KEYS: [(&str, &str); 48] = [
     ("dv", "as d: head_dim_v"),
     ("causal", "1"),
     ("align", "bottom, or top"),
+    ("continued", "1: functions receive the position of a query among the keys"),
     ("left", "window_left"),
     ("right", "window_right"),
     ("softcap", ""),

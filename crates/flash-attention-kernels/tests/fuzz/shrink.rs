@@ -73,7 +73,7 @@ fn simpler(line: &Line) -> Vec<Line> {
         &["cu_q", "cu_k"],
         &["blocks", "block_size"],
         &["lens_q", "lens_k", "padding"],
-        &["causal", "align", "left", "right"],
+        &["causal", "align", "continued", "left", "right"],
     ];
     let removed = |keys: &[&'static str]| with(&keys.iter().map(|key| (*key, None)).collect::<Vec<_>>());
     all.extend(groups.iter().filter(|keys| keys.iter().any(|key| line.text(key).is_some())).map(|keys| removed(keys)));
