@@ -425,25 +425,6 @@ impl FlashAttentionOptions {
         }
     }
 
-    /// The options without autodiff.
-    pub(crate) fn inner(self) -> Self {
-        let all = |tensors: Vec<Tensor<4>>| tensors.into_iter().map(Tensor::inner).collect();
-        FlashAttentionOptions {
-            mask: self.mask.map(Tensor::inner),
-            bias: self.bias.map(Tensor::inner),
-            alibi_slopes: self.alibi_slopes.map(|slopes| slopes.into_tensor().inner().into()),
-            seq_lens_q: self.seq_lens_q.map(Tensor::inner),
-            seq_lens_k: self.seq_lens_k.map(Tensor::inner),
-            cu_seqlens_q: self.cu_seqlens_q.map(Tensor::inner),
-            cu_seqlens_k: self.cu_seqlens_k.map(Tensor::inner),
-            sinks: self.sinks.map(Tensor::inner),
-            temperature: self.temperature.map(Tensor::inner),
-            score_tensors: all(self.score_tensors),
-            mask_tensors: all(self.mask_tensors),
-            ..self
-        }
-    }
-
     /// Queries and keys of a block of the block mask; 0 without one.
     pub(crate) fn block_sizes(&self) -> [usize; 2] {
         self.block_mask.as_ref().map_or([0; 2], |mask| [mask.block_q, mask.block_k])

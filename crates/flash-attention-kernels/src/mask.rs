@@ -66,7 +66,7 @@ pub struct Band {
     /// Whether the band belongs to one of several sequences.
     #[cube(comptime)]
     pub varlen: bool,
-    /// Whether functions receive a query's position among the keys.
+    /// Whether functions receive the position of a query among the keys: of two new queries after three keys, 3 and 4.
     #[cube(comptime)]
     pub continued: bool,
 }
@@ -98,8 +98,7 @@ impl Run {
     }
 }
 
-/// Bits of the first two positions in each of 16 groups of eight. A bit is set if its position is below `end`, which is not
-/// negative.
+/// Bits of the first two positions in each of 16 groups of eight. A bit is set if its position is below `end`, not negative.
 #[cube]
 fn pairs_before(end: i32) -> u32 {
     let end = end as u32;
@@ -344,8 +343,7 @@ impl Band {
 
     /// Whether query `i` sees key `j`. False for positions outside the sequence.
     pub fn sees(&self, i: u32, j: u32) -> bool {
-        // Evaluated before the `&&`: CubeCL turns a call after `&&` into a branch, and unrolled loops would then have more
-        // branches than some compilers accept.
+        // Evaluated before the `&&`: a call after it becomes a branch, and unrolled loops have too many for some compilers.
         let (queries, keys) = (self.after_queries(), self.after_keys());
         let mut seen = i < queries && j < keys;
         if comptime!(self.varlen) {
@@ -365,30 +363,16 @@ impl Band {
         i as i32 + self.diagonal - j as i32
     }
 
-    /// Position of a row as functions receive it: counted from the beginning of its sequence. Rows are queries, or keys if `transposed`.
-    ///
-    /// ```
-    /// use flash_attention_kernels::{AttentionOptions, mask::Band};
-    ///
-    /// // Two new queries after three keys, over these and their own.
-    /// let continued = Band::new(2, 5, &AttentionOptions { continued: true, ..Default::default() });
-    /// assert_eq!([0, 1].map(|i| continued.row_position(i, false)), [3, 4]);
-    /// assert_eq!(Band::new(2, 5, &AttentionOptions::default()).row_position(1, false), 1);
-    /// ```
-    pub fn row_position(&self, row: u32, #[comptime] transposed: bool) -> u32 {
-        if comptime!(self.continued && !transposed) {
-            (row as i32 + self.diagonal - self.first_key() as i32) as u32
-        } else {
-            row - self.first_query()
-        }
-    }
-
-    /// Position of a column as functions receive it. Columns are keys, or queries if `transposed`.
-    pub fn column_position(&self, column: u32, #[comptime] transposed: bool) -> u32 {
+    /// Positions of a row and a column as functions receive them, counted from the beginning of their sequence. Rows are queries and
+    /// columns keys, or the reverse if `transposed`.
+    pub fn positions(&self, row: u32, column: u32, #[comptime] transposed: bool) -> (u32, u32) {
+        let (first_row, first_column) = (self.first_query(), self.first_key());
         if comptime!(self.continued && transposed) {
-            (column as i32 - self.diagonal - self.first_query() as i32) as u32
+            (row - first_row, (column as i32 - self.diagonal - first_row as i32) as u32)
+        } else if comptime!(self.continued) {
+            ((row as i32 + self.diagonal - first_column as i32) as u32, column - first_column)
         } else {
-            column - self.first_key()
+            (row - first_row, column - first_column)
         }
     }
 

@@ -142,7 +142,7 @@ pub(crate) fn block_state(problem: &AttentionProblem, inputs: &Inputs, [b, h, i,
 
 /// A pair of one band, as functions see it.
 fn pair(band: &Band, [b, h, i, j]: [usize; 4]) -> Pair {
-    let (i, j) = (band.row_position(i as u32, false), band.column_position(j as u32, false));
+    let (i, j) = band.positions(i as u32, j as u32, false);
     Pair::of(band.number(b as u32), h as u32, i, j)
 }
 

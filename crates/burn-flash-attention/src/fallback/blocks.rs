@@ -66,6 +66,7 @@ pub fn classify(
 
 #[cfg(test)]
 mod tests {
+    use super::super::matrix::Rows;
     use super::super::tile::{Attention, Optional};
     use super::*;
     use flash_attention_kernels::{AttentionOptions, Dtype};

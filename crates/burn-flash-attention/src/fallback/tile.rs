@@ -332,14 +332,15 @@ impl<'a> Attention<'a> {
         let Tile { b, h, q_start, rows, k_start, cols } = tile;
         for i in 0..rows {
             let Some(band) = self.band_of(b, q_start + i) else { continue };
-            let (number, position) = (band.number(b as u32), band.row_position((q_start + i) as u32, false));
+            let number = band.number(b as u32);
             for j in 0..cols {
-                let at = [b, h, q_start + i, k_start + j];
+                let (n, at) = (i * cols + j, [b, h, q_start + i, k_start + j]);
                 let (query, key) = (at[2] as u32, at[3] as u32);
                 if band.sees(query, key) {
                     let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
-                    let pair = Pair::of(number, h as u32, position, band.column_position(key, false));
-                    f(i * cols + j, pair, Values { a, b });
+                    let (i, j) = band.positions(query, key, false);
+                    let pair = Pair::of(number, h as u32, i, j);
+                    f(n, pair, Values { a, b });
                 }
             }
         }

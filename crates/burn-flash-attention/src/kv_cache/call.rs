@@ -188,6 +188,27 @@ pub fn try_flash_attention_with_kvcache_and_lse(
     Ok(if autodiff { (out.autodiff(), lse.autodiff()) } else { (out, lse) })
 }
 
+impl FlashAttentionOptions {
+    /// The options without autodiff.
+    fn inner(self) -> Self {
+        let all = |tensors: Vec<Tensor<4>>| tensors.into_iter().map(Tensor::inner).collect();
+        FlashAttentionOptions {
+            mask: self.mask.map(Tensor::inner),
+            bias: self.bias.map(Tensor::inner),
+            alibi_slopes: self.alibi_slopes.map(|slopes| slopes.into_tensor().inner().into()),
+            seq_lens_q: self.seq_lens_q.map(Tensor::inner),
+            seq_lens_k: self.seq_lens_k.map(Tensor::inner),
+            cu_seqlens_q: self.cu_seqlens_q.map(Tensor::inner),
+            cu_seqlens_k: self.cu_seqlens_k.map(Tensor::inner),
+            sinks: self.sinks.map(Tensor::inner),
+            temperature: self.temperature.map(Tensor::inner),
+            score_tensors: all(self.score_tensors),
+            mask_tensors: all(self.mask_tensors),
+            ..self
+        }
+    }
+}
+
 impl KvCache {
     /// The kernels, tiles and memory that [`flash_attention_with_kvcache`] would use for these arguments. Runs nothing.
     ///

@@ -121,14 +121,14 @@ impl Place {
 
     /// Distance from a column to a row, each counted from the beginning of its sequence.
     pub fn between(band: &Band, row: u32, column: u32, #[comptime] transposed: bool) -> f32 {
-        f32::cast_from(band.row_position(row, transposed) as i32 - band.column_position(column, transposed) as i32)
+        let (row, column) = band.positions(row, column, transposed);
+        f32::cast_from(row as i32 - column as i32)
     }
 
     /// The pair as the user's functions see it. `band` is the band of rows and columns.
     pub fn pair(&self, band: &Band) -> Pair {
         let batch = band.number(self.batch);
-        let row = band.row_position(self.row, self.transposed);
-        let column = band.column_position(self.column, self.transposed);
+        let (row, column) = band.positions(self.row, self.column, self.transposed);
         if comptime!(self.transposed) {
             Pair { batch, head: self.head, i: column, j: row, distance: -self.distance }
         } else {
