@@ -76,11 +76,12 @@ impl Default for Sampling {
 impl Sampling {
     /// Samples a token, given the logits of all tokens.
     pub fn draw(&self, logits: &[f32], rng: &mut impl Rng) -> u32 {
+        if self.temperature == 0.0 {
+            let likelier = |best: usize, token| if logits[token] > logits[best] { token } else { best };
+            return (0..logits.len()).reduce(likelier).unwrap_or(0) as u32;
+        }
         let mut tokens: Vec<usize> = (0..logits.len()).collect();
         tokens.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
-        if self.temperature == 0.0 {
-            return tokens[0] as u32;
-        }
         tokens.truncate(self.top_k.unwrap_or(usize::MAX));
         let highest = f64::from(logits[tokens[0]]);
         let weight = |token: &usize| ((f64::from(logits[*token]) - highest) / self.temperature).exp();
