@@ -181,7 +181,7 @@ pub trait FlashAttentionOps: Backend {
     ) -> IntTensor<Self>;
 }
 
-/// Of the forward over `v`.
+/// Metadata of the forward of `q` over `v`.
 #[cfg(feature = "fusion")]
 fn output(q: &TensorSpec, v: &TensorSpec) -> AttentionOutputMetadata {
     let [batch, heads, seq_q] = [q.shape[0], q.shape[1], q.shape[2]];
@@ -191,7 +191,7 @@ fn output(q: &TensorSpec, v: &TensorSpec) -> AttentionOutputMetadata {
     }
 }
 
-/// Of the lengths of sequences, which may differ if there are any of these.
+/// Metadata of the lengths of sequences, which there are if any of these lengths are given.
 #[cfg(feature = "fusion")]
 fn lens(batch: usize, found: [&OptionalIntMetadata; 2]) -> OptionalIntMetadata {
     if found.iter().all(|lens| matches!(lens, OptionalIntMetadata::None)) {

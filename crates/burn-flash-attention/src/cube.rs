@@ -115,8 +115,8 @@ fn try_with_kvcache(
     let [batch, _, new, _] = k.meta.shape().dims();
     let (seq_lens, new_lens) = (cache.seq_lens.into_option(), extras.seq_lens_q.clone().into_option());
     let varies = seq_lens.is_some() || new_lens.is_some();
-    let empty = |dtype| empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), Shape::new([batch]), dtype);
-    let seq_lens_after = varies.then(|| empty(DType::I32));
+    let lens = || empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), Shape::new([batch]), DType::I32);
+    let seq_lens_after = varies.then(lens);
     let append = CacheAppend {
         k: view(&k),
         v: view(&v),

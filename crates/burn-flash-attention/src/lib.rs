@@ -1,9 +1,9 @@
 //! FlashAttention for [Burn](https://burn.dev): exact attention, forward and backward, in memory linear in the sequence.
 //!
 //! [`flash_attention`] is the operation, and [`FlashAttentionOptions`] are its options. [`flash_attention_with_kvcache`] is the operation
-//! for decoding, over a [`KvCache`]. [`attention`] has the signature of Burn's own
-//! attention, and `install` intercepts calls of Burn's own. [`FlashMultiHeadAttention`], [`FlashCrossAttention`],
-//! [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of burn-nn's modules. [`plan()`] tells which kernel runs.
+//! for decoding, over a [`KvCache`]. [`attention`] has the signature of Burn's own attention, and `install` intercepts calls of Burn's own.
+//! [`FlashMultiHeadAttention`], [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of
+//! burn-nn's modules. [`plan()`] tells which kernel runs.
 //! Kernels come from [`flash_attention_kernels`] and run on any device that CubeCL compiles for. Tensors on Flex are computed on the host.
 //!
 //! ```

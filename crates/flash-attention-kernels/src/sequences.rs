@@ -1,8 +1,9 @@
 //! Several sequences in one call, which do not see each other: packed one after the other, or one per batch with padding.
 //!
 //! The lengths stay on the device and are never read back. A small kernel writes a *schedule*, the list of the existing blocks
-//! of rows, which the attention kernels read. (Where each sequence has one block, as in decoding, they read the lengths.) Blocks of the sequences with the most columns come first, so that the last blocks
-//! to run are short (Graham 1969). Positions are those of the tensors; blocks and tiles begin at the beginning of a sequence.
+//! of rows, which the attention kernels read. Where each sequence has one block, as in decoding, the kernels read the lengths
+//! and there is no schedule. Blocks of the sequences with the most columns come first, so that the last blocks to run are short
+//! (Graham 1969). Positions are those of the tensors; blocks and tiles begin at the beginning of a sequence.
 //! The attention kernels do not write rows that belong to no sequence: [`fill()`] sets them to 0.
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]

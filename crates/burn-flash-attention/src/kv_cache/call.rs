@@ -169,7 +169,7 @@ pub fn try_flash_attention_with_kvcache_and_lse(
         let out = Tensor::zeros(problem.o_shape(), (&device, q.dtype()));
         return Ok((out, Tensor::zeros(problem.lse_shape(), (&device, DType::F32))));
     }
-    cache.make_room(new)?;
+    cache.reserve(cache.capacity_for(new)?)?;
     let options = options.with_temperature_as_function(&q)?;
     let extras = extras(&options, None);
     let Tensors { k: k_cache, v: v_cache, seq_lens } = cache.tensors.take().unwrap_or_else(|| panic!("{LOST}"));
@@ -264,11 +264,8 @@ impl KvCache {
             let (dtype, expected) = (tensors.k.dtype().name().to_string(), q.dtype().name().to_string());
             return Err(AttentionError::MixedDtypes { argument: "the cache", dtype, expected });
         }
-        let seq_k = self.len.saturating_add(new);
-        if seq_k > self.capacity() && !self.config.grows {
-            return Err(AttentionError::CacheFull { capacity: self.capacity(), len: self.len, new });
-        }
-        let shapes = self.config.shapes(seq_k);
+        self.capacity_for(new)?;
+        let shapes = self.config.shapes(self.len.saturating_add(new));
         let (device, problem) = posed_over(q, k, v, shapes, options)?;
         let varies = tensors.seq_lens.is_some() || options.seq_lens_q.is_some();
         Ok((device, if varies { problem.with_seq_lens_k(&[self.config.batch])? } else { problem }))

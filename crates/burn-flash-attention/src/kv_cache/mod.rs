@@ -387,15 +387,15 @@ impl KvCache {
         self.len = lengths.max_len;
     }
 
-    /// Makes room for `new` positions, by doubling the capacity where the cache may.
-    fn make_room(&mut self, new: usize) -> Result<(), AttentionError> {
+    /// The capacity that the cache must have for `new` positions more: that which it has, or a larger one where it may grow.
+    fn capacity_for(&self, new: usize) -> Result<usize, AttentionError> {
         let KvCacheConfig { capacity, grows, .. } = self.config;
         let needed = self.len.saturating_add(new);
         if needed <= capacity {
-            return Ok(());
+            return Ok(capacity);
         }
         if grows {
-            return self.reserve(needed.max(capacity.saturating_mul(2).min(MAX_SEQ)));
+            return Ok(needed.max(capacity.saturating_mul(2).min(MAX_SEQ)));
         }
         Err(AttentionError::CacheFull { capacity, len: self.len, new })
     }
