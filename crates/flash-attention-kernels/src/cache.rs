@@ -1,11 +1,13 @@
 //! Key/value caches: keys and values of new positions are written after those of earlier calls, in place.
 //!
 //! A cache is `k [B, Hkv, C, D]` and `v [B, Hkv, C, Dv]`, of which a sequence has used the first positions. Attention reads it like any
-//! other keys and values, with strides of the whole cache and the lengths of the [sequences](mod@crate::sequences).
+//! other keys and values, with strides of the whole cache and the lengths of the [sequences](mod@crate::sequences). Or it is a pool of
+//! [pages](mod@crate::pages).
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
 use crate::fragment::row_start;
+use crate::pages::{KeyPlace, PageTable};
 use cubecl::prelude::*;
 
 /// Keys and values, of new positions or of a cache: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]`.
@@ -25,6 +27,8 @@ pub struct CachedKeysValues<E: Float, N: Size> {
 /// Lengths of sequences, before and after new positions are appended.
 #[derive(CubeType, CubeLaunch)]
 pub struct AppendedLengths {
+    /// Positions that a sequence can have.
+    pub capacity: u32,
     /// Length of every sequence before, unless `before` gives one for each.
     pub start: u32,
     /// Lengths before, `[B]`.
@@ -36,16 +40,17 @@ pub struct AppendedLengths {
 }
 
 /// Copies new keys and values to the cache, after the positions that each sequence has, and writes the new lengths. Positions past the end
-/// of the cache are dropped. A thread copies a vector of K or of V.
+/// of the cache, and those in pages that do not exist, are dropped. A thread copies a vector of K or of V.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn append<E: Float, N: Size>(
     new: KeysValues<E, N>,
     cache: CachedKeysValues<E, N>,
     lengths: AppendedLengths,
+    pages: ComptimeOption<PageTable>,
     #[define(E)] _type: ElemType,
 ) {
     let width = N::value();
-    let (heads, rows, capacity) = (new.k.shape(1), new.k.shape(2), cache.k.shape(2));
+    let (heads, rows, capacity) = (new.k.shape(1), new.k.shape(2), lengths.capacity);
     let (of_k, of_v) = (new.k.shape(3) / width, new.v.shape(3) / width);
     let row = ABSOLUTE_POS / (of_k + of_v);
     let column = ABSOLUTE_POS % (of_k + of_v);
@@ -57,7 +62,7 @@ pub fn append<E: Float, N: Size>(
     let mut begin = lengths.start;
     #[comptime]
     if let ComptimeOption::Some(before) = &lengths.before {
-        begin = min(before[batch * before.stride(0)], capacity as u32);
+        begin = min(before[batch * before.stride(0)], capacity);
     }
     let mut count = rows as u32;
     #[comptime]
@@ -65,15 +70,24 @@ pub fn append<E: Float, N: Size>(
         count = min(new[batch * new.stride(0)], count);
     }
     let to = begin + row as u32;
-    if (row as u32) < count && to < capacity as u32 {
+    let exists = (row as u32) < count && to < capacity;
+    // What is not written has no page.
+    let to = select(exists, to, 0u32);
+    let place = if comptime!(pages.is_some()) { pages.unwrap().place(batch, to) } else { KeyPlace { batch, row: to } };
+    let mut written = exists;
+    #[comptime]
+    if let ComptimeOption::Some(pages) = &pages {
+        written = exists && pages.page(batch, to) < pages.num_pages;
+    }
+    if written {
         if column < of_k {
             let from = row_start(new.k, batch, head, row as u32) + column * width * new.k.stride(3);
-            let at = row_start(&*cache.k, batch, head, to) + column * width * cache.k.stride(3);
+            let at = row_start(&*cache.k, place.batch, head, place.row) + column * width * cache.k.stride(3);
             cache.k[at / width] = new.k[from / width];
         } else {
             let column = column - of_k;
             let from = row_start(new.v, batch, head, row as u32) + column * width * new.v.stride(3);
-            let at = row_start(&*cache.v, batch, head, to) + column * width * cache.v.stride(3);
+            let at = row_start(&*cache.v, place.batch, head, place.row) + column * width * cache.v.stride(3);
             cache.v[at / width] = new.v[from / width];
         }
     }
@@ -81,7 +95,7 @@ pub fn append<E: Float, N: Size>(
         #[comptime]
         if let ComptimeOption::Some(after) = lengths.after {
             let at = batch * after.stride(0);
-            after[at] = min(begin + count, capacity as u32);
+            after[at] = min(begin + count, capacity);
         }
     }
 }

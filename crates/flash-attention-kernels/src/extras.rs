@@ -6,11 +6,12 @@
 use crate::dropout::Dropout;
 use crate::mask::Band;
 use crate::mods::Mods;
+use crate::pages::{KeyPlace, PageTable};
 use crate::sequences::{Block, Bounds, block_of};
 use cubecl::prelude::*;
 
 /// Optional operands of a kernel. They are documented in [`score`](crate::score), [`sequences`](crate::sequences),
-/// [`dropout`](mod@crate::dropout), [`mods`](crate::mods) and [`blocks`](crate::blocks).
+/// [`dropout`](mod@crate::dropout), [`mods`](crate::mods), [`blocks`](crate::blocks) and [`pages`](crate::pages).
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Extras {
@@ -28,6 +29,8 @@ pub struct Extras {
     pub mods: Mods,
     /// The [lists](mod@crate::blocks) of visited tiles, if there is a block mask.
     pub lists: ComptimeOption<&'static Tensor<u32>>,
+    /// The pages of keys and values, if they are in pages.
+    pub pages: ComptimeOption<PageTable>,
 }
 
 impl Extras {
@@ -39,8 +42,8 @@ impl Extras {
     pub fn none() -> Self {
         let dropout = Dropout { seed: ComptimeOption::None, threshold: 0, factor: 1.0 };
         let (slopes, sinks, schedule) = (ComptimeOption::None, ComptimeOption::None, ComptimeOption::None);
-        let (lengths, lists) = (ComptimeOption::None, ComptimeOption::None);
-        Extras { slopes, sinks, dropout, schedule, lengths, mods: Mods::none(), lists }
+        let (lengths, lists, pages) = (ComptimeOption::None, ComptimeOption::None, ComptimeOption::None);
+        Extras { slopes, sinks, dropout, schedule, lengths, mods: Mods::none(), lists, pages }
     }
 
     /// Whether there are several sequences.
@@ -90,6 +93,15 @@ impl Extras {
             self.lengths.unwrap().block(nth, band)
         } else {
             Block { batch, start, band: *band }
+        }
+    }
+
+    /// Where a key of a batch is in K and V.
+    pub fn place(&self, batch: usize, key: u32) -> KeyPlace {
+        if comptime!(self.pages.is_some()) {
+            self.pages.unwrap().place(batch, key)
+        } else {
+            KeyPlace { batch, row: key }
         }
     }
 

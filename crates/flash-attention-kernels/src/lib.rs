@@ -31,6 +31,7 @@
 //! sequences several sequences in one call              rows        kernels for CPUs
 //! blocks    block masks: which tiles are visited       portable    kernels for any device
 //! cache     key/value caches: appends in place         tuning      times candidate kernels, with the feature autotune
+//! pages     keys and values in pages
 //! extras    optional operands, as one argument         fragment    shared by all kernel families
 //! ```
 
@@ -47,6 +48,7 @@ pub mod mask;
 pub mod matrix;
 pub mod mma;
 pub mod mods;
+pub mod pages;
 pub mod portable;
 pub mod problem;
 #[cfg(feature = "cuda")]
@@ -67,7 +69,7 @@ pub use error::AttentionError;
 pub use hopper::BiasTile;
 pub use launch::{
     BlockLists, CacheAppend, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, append_to_cache, backward,
-    backward_with, block_states, dropout_kept, forward, forward_with,
+    backward_with, block_states, copy_cache_pages, dropout_kept, forward, forward_with,
 };
 pub use mask::Alignment;
 pub use matrix::MatrixTile;
@@ -75,7 +77,7 @@ pub use mma::MmaTile;
 pub use portable::tile::TileShape;
 pub use problem::{
     AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_PAIRS, MAX_SEQ,
-    Precision,
+    PagedKv, Precision,
 };
 pub use rows::RowsTile;
 pub use tensor::TensorView;

@@ -4,6 +4,8 @@ mod options;
 pub use options::*;
 
 mod checks;
+mod pages;
+pub use pages::PagedKv;
 
 use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
@@ -80,6 +82,8 @@ pub struct AttentionProblem {
     pub mask_tensors: [Option<[usize; 4]>; TENSORS],
     /// Shape of the block mask, if there is one.
     pub block_mask: Option<BlockMask>,
+    /// Pages of keys and values, if they are in pages.
+    pub pages: Option<PagedKv>,
     /// Options that are numbers or functions.
     pub options: AttentionOptions,
 }
@@ -160,6 +164,7 @@ impl AttentionProblem {
             score_tensors: [None; TENSORS],
             mask_tensors: [None; TENSORS],
             block_mask: None,
+            pages: None,
             options,
         };
         problem.validated()
@@ -349,6 +354,7 @@ impl AttentionProblem {
             check_length("batch * seq_q", self.batch * self.seq_q)?;
             check_length("batch * seq_k", self.batch * self.seq_k)?;
         }
+        self.check_pages()?;
         self.options.validate()
     }
 
@@ -372,14 +378,19 @@ impl AttentionProblem {
         [self.batch, self.num_heads_q, self.seq_q, self.head_dim]
     }
 
-    /// `[batch, num_heads_kv, seq_k, head_dim]`.
+    /// `[batch, num_heads_kv, seq_k, head_dim]`, or `[num_pages, num_heads_kv, page_size, head_dim]` with pages.
     pub fn k_shape(&self) -> [usize; 4] {
-        [self.batch, self.num_heads_kv, self.seq_k, self.head_dim]
+        self.shape_of_keys(self.head_dim)
     }
 
-    /// `[batch, num_heads_kv, seq_k, head_dim_v]`.
+    /// `[batch, num_heads_kv, seq_k, head_dim_v]`, or `[num_pages, num_heads_kv, page_size, head_dim_v]` with pages.
     pub fn v_shape(&self) -> [usize; 4] {
-        [self.batch, self.num_heads_kv, self.seq_k, self.head_dim_v]
+        self.shape_of_keys(self.head_dim_v)
+    }
+
+    fn shape_of_keys(&self, columns: usize) -> [usize; 4] {
+        let (batch, rows) = self.pages.map_or((self.batch, self.seq_k), |pages| (pages.num_pages, pages.page_size));
+        [batch, self.num_heads_kv, rows, columns]
     }
 
     /// Number of rows of scores: `batch · num_heads_q · seq_q`.

@@ -1,5 +1,6 @@
 //! Rows of a head in memory, read and written four elements at a time.
 
+use crate::pages::PageTable;
 use crate::rounding::{rounded, rounded_one};
 use cubecl::prelude::*;
 
@@ -54,13 +55,54 @@ pub struct Rows<E: Float, N: Size> {
     pub start: u32,
     /// The row after the last one that may be read: the end of the sequence.
     pub end: u32,
+    /// The pages of the rows, if they are in pages.
+    pages: ComptimeOption<PagesOf>,
+}
+
+/// The pages of the rows of a batch.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct PagesOf {
+    table: PageTable,
+    batch: usize,
+    /// Elements between pages.
+    stride: usize,
 }
 
 #[cube]
 impl<E: Float, N: Size> Rows<E, N> {
     /// Rows of one batch and head.
     pub fn of(tensor: &'static Tensor<Vector<E, N>>, batch: usize, head: usize, start: u32, end: u32) -> Rows<E, N> {
-        Rows::<E, N> { tensor, layout: Layout::of(tensor, batch, head), start, end }
+        Rows::<E, N> { tensor, layout: Layout::of(tensor, batch, head), start, end, pages: ComptimeOption::new_None() }
+    }
+
+    /// Rows of keys of one batch and head, which may be in pages.
+    pub fn of_keys(
+        tensor: &'static Tensor<Vector<E, N>>,
+        pages: ComptimeOption<PageTable>,
+        batch: usize,
+        head: usize,
+        start: u32,
+        end: u32,
+    ) -> Rows<E, N> {
+        if comptime!(pages.is_some()) {
+            let pages = PagesOf { table: pages.unwrap(), batch, stride: tensor.stride(0) };
+            let layout = Layout::of(tensor, 0usize, head);
+            Rows::<E, N> { tensor, layout, start, end, pages: ComptimeOption::new_Some(pages) }
+        } else {
+            Rows::of(tensor, batch, head, start, end)
+        }
+    }
+
+    /// The start of a row that exists, in elements.
+    fn offset(&self, row: u32) -> usize {
+        if comptime!(self.pages.is_some()) {
+            let pages = self.pages.unwrap();
+            let place = pages.table.place(pages.batch, row);
+            self.layout.base + place.batch * pages.stride + place.row as usize * self.layout.row_stride
+        } else {
+            self.layout.base + row as usize * self.layout.row_stride
+        }
     }
 
     /// Reads four elements of a row from `column` on. Elements beyond `head_dim`, and rows from `end` on, are zeros.
@@ -75,7 +117,7 @@ impl<E: Float, N: Size> Rows<E, N> {
     /// Reads four elements of a row from `column` on; the row and that column must exist.
     pub fn read_within(&self, row: u32, column: usize, #[comptime] head_dim: usize) -> Quad<E> {
         let width = N::value();
-        let offset = self.layout.base + row as usize * self.layout.row_stride;
+        let offset = self.offset(row);
         if comptime!(width == WIDTH) {
             Quad::<E>::cast_from(self.tensor[(offset + column) / WIDTH])
         } else {

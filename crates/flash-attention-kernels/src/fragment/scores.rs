@@ -4,6 +4,7 @@ use super::rows::Rows;
 use crate::blocks::Visit;
 use crate::mask::Band;
 use crate::mods::Place;
+use crate::pages::PageTable;
 use crate::score::{Factor, Score};
 use crate::softmax::HIDDEN;
 use cubecl::prelude::*;
@@ -47,6 +48,8 @@ pub struct TileAt {
     pub fully_visible: bool,
     /// Whether the mask and the mask function apply to the tile.
     pub masked: bool,
+    /// The pages of keys and values, if they are in pages.
+    pages: ComptimeOption<PageTable>,
     /// Whether rows are keys. The band is transposed, too.
     #[cube(comptime)]
     pub transposed: bool,
@@ -67,6 +70,7 @@ impl TileAt {
             band: self.band,
             fully_visible: visit.fully_visible,
             masked: visit.masked,
+            pages: self.pages,
             transposed: self.transposed,
         }
     }
@@ -81,9 +85,9 @@ impl TileAt {
         Rows::of(tensor, self.batch, self.head, self.q_start, self.band.after_queries())
     }
 
-    /// Rows of the tile's keys.
+    /// Rows of keys or values, from the tile's first key on.
     pub fn keys<E: Float, N: Size>(&self, tensor: &'static Tensor<Vector<E, N>>) -> Rows<E, N> {
-        Rows::of(tensor, self.batch, self.head_kv, self.k_start, self.band.after_keys())
+        Rows::of_keys(tensor, self.pages, self.batch, self.head_kv, self.k_start, self.band.after_keys())
     }
 }
 
@@ -101,6 +105,7 @@ impl<E: Float, M: Numeric, NB: Size, NM: Size> Scores<E, M, NB, NM> {
             band,
             fully_visible: false.runtime(),
             masked: true.runtime(),
+            pages: self.score.extras.pages,
             transposed,
         }
     }

@@ -7,9 +7,10 @@ use crate::extras::ExtrasLaunch;
 use crate::fragment::{Role, ScoresLaunch, SideLaunch, SidesLaunch, StatisticsLaunch, WIDTH};
 use crate::mask::Band;
 use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
-use crate::problem::{AttentionOptions, AttentionProblem};
+use crate::pages::PageTableLaunch;
+use crate::problem::{AttentionOptions, AttentionProblem, PagedKv};
 use crate::score::ScoreLaunch;
-use crate::tensor::TensorView;
+use crate::tensor::{AnyView, TensorView};
 use crate::tiling;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -44,7 +45,10 @@ impl Call<'_> {
         let lengths = route.lengths.then(|| self.bounds(self.problem.batch));
         let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
         let mods = mods(self.problem, self.inputs);
-        ExtrasLaunch::new(slopes.into(), sinks.into(), dropout, schedule.into(), lengths.into(), mods, lists.into())
+        let pages = self.problem.pages.zip(self.inputs.page_table.as_ref());
+        let pages = pages.map(|(shape, table)| page_table(shape, table)).into();
+        let (schedule, lengths) = (schedule.into(), lengths.into());
+        ExtrasLaunch::new(slopes.into(), sinks.into(), dropout, schedule, lengths, mods, lists.into(), pages)
     }
 
     pub(super) fn sinks(&self) -> Option<TensorArg> {
@@ -92,6 +96,14 @@ impl Call<'_> {
             band.into_launch(),
         )
     }
+}
+
+/// The page table as a launch argument.
+pub(super) fn page_table(shape: PagedKv, table: &TensorView<2>) -> PageTableLaunch {
+    let [sequence, page] = table.strides;
+    // SAFETY: the view has been checked against its buffer.
+    let pages = unsafe { BufferArg::from_raw_parts(table.handle.clone(), table.span() as usize) };
+    PageTableLaunch::new(pages, sequence, page, shape.num_pages as u32, shape.page_size as u32)
 }
 
 /// The user's functions and their tensors.

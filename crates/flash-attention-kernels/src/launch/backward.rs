@@ -8,12 +8,12 @@ use crate::error::{AttentionError, Result};
 use crate::fragment::Role;
 use crate::mods::TENSORS;
 use crate::portable::nothing;
-use crate::problem::AttentionProblem;
+use crate::problem::{AttentionProblem, PagedKv};
 use crate::score::Factors;
 use crate::tensor::TensorView;
 #[cfg(not(feature = "cuda"))]
 use crate::tiling::NOT_COMPILED;
-use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Gradient, recent};
+use crate::tiling::{self, BackwardTiles, BiasGradient, Case, Device, Gradient, recent};
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -66,7 +66,7 @@ pub fn backward(
     gradients: &Gradients,
 ) -> Result<(), AttentionError> {
     let device = recent::device(client);
-    let call = Call::new(client, &device, problem, inputs)?;
+    let call = differentiable(client, &device, problem, inputs)?;
     let tiles = recent::backward(&device, problem)?;
     // Allocates scratch only after the problem has been validated.
     call.backward(saved, gradients, &Scratch::of(client, problem, tiles.fused.is_some()), tiles)
@@ -83,9 +83,26 @@ pub fn backward_with(
     tiles: Option<BackwardTiles>,
 ) -> Result<(), AttentionError> {
     let device = recent::device(client);
-    let call = Call::new(client, &device, problem, inputs)?;
+    let call = differentiable(client, &device, problem, inputs)?;
     let tiles = tiles.map_or_else(|| recent::backward(&device, problem), Ok)?;
     call.backward(saved, gradients, scratch, tiles)
+}
+
+/// The call, unless it has no gradient.
+fn differentiable<'a>(
+    client: &'a Client,
+    device: &'a Device,
+    problem: &'a AttentionProblem,
+    inputs: &'a Inputs,
+) -> Result<Call<'a>> {
+    if let Some(PagedKv { num_pages, page_size, .. }) = problem.pages {
+        return Err(AttentionError::Unsupported {
+            option: "page_table",
+            value: format!("{num_pages} pages of {page_size} positions"),
+            why: "keys and values in pages have no gradient; give them as tensors [batch, num_heads_kv, seq_k, head_dim]",
+        });
+    }
+    Call::new(client, device, problem, inputs)
 }
 
 /// Memory that the backward needs besides inputs, outputs and gradients. Its initial contents do not matter.

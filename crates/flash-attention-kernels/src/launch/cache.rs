@@ -1,11 +1,13 @@
-//! Launch of the kernel that appends to a key/value cache.
+//! Launch of the kernels that write to a key/value cache.
 
+use super::arguments::page_table;
 use super::{Argument, addresses, elementwise};
 use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append};
 use crate::dtype::Dtype;
 use crate::error::AttentionError;
 use crate::fragment::WIDTH;
-use crate::problem::agree;
+use crate::pages::copy_pages;
+use crate::problem::{PagedKv, agree};
 use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, recent};
 use cubecl::client::Client;
@@ -17,10 +19,13 @@ pub struct CacheAppend {
     pub k: TensorView,
     /// Values of the new positions, `[batch, num_heads_kv, new, head_dim_v]`.
     pub v: TensorView,
-    /// The cache of keys, `[batch, num_heads_kv, capacity, head_dim]`.
+    /// The cache of keys, `[batch, num_heads_kv, capacity, head_dim]`, or pages, `[num_pages, num_heads_kv, page_size, head_dim]`.
     pub k_cache: TensorView,
-    /// The cache of values, `[batch, num_heads_kv, capacity, head_dim_v]`.
+    /// The cache of values, `[batch, num_heads_kv, capacity, head_dim_v]`, or pages, `[num_pages, num_heads_kv, page_size, head_dim_v]`.
     pub v_cache: TensorView,
+    /// The page of each block of positions of a sequence, `[batch, max_pages]`, 32 bits each, if the cache has pages. No page that is
+    /// written to is another sequence's.
+    pub page_table: Option<TensorView<2>>,
     /// Length of every sequence, if `seq_lens` gives none.
     pub start: usize,
     /// Length of each sequence, `[batch]`, 32 bits each. Larger numbers count as the capacity.
@@ -32,7 +37,7 @@ pub struct CacheAppend {
 }
 
 /// Writes keys and values of new positions to a cache, in place: those of sequence `b` go to positions `seq_lens[b]` and after. What does
-/// not fit into the capacity is dropped.
+/// not fit into the capacity, or goes to a page that does not exist, is dropped.
 ///
 /// Errors name the argument at fault; in that case nothing has been launched.
 ///
@@ -43,17 +48,31 @@ pub struct CacheAppend {
 /// // A cache of 4,096 positions of 8 heads of 128 elements in bf16; `k` and `v` are `[1, 8, new, 128]`.
 /// let empty = || TensorView::contiguous(client.empty(2 * 8 * 4096 * 128), [1, 8, 4096, 128]);
 /// let (k_cache, v_cache) = (empty(), empty());
-/// let append = CacheAppend { k, v, k_cache, v_cache, start: 0, seq_lens: None, new_lens: None, seq_lens_after: None };
+/// let append = CacheAppend {
+///     k,
+///     v,
+///     k_cache,
+///     v_cache,
+///     page_table: None,
+///     start: 0,
+///     seq_lens: None,
+///     new_lens: None,
+///     seq_lens_after: None,
+/// };
 /// append_to_cache(&client, Dtype::BF16, &append)
 /// # }
 /// ```
 pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Result<(), AttentionError> {
     let device = recent::device(client);
     tiling::check_dtype(&device, dtype)?;
-    let CacheAppend { k, v, k_cache, v_cache, start, seq_lens, new_lens, seq_lens_after } = call;
+    let CacheAppend { k, v, k_cache, v_cache, page_table: table, start, seq_lens, new_lens, seq_lens_after } = call;
     let [batch, heads, new, head_dim] = k.shape;
-    let (capacity, head_dim_v) = (k_cache.shape[2], v.shape[3]);
-    agree("v_cache", &v_cache.shape, 2, "capacity", "k_cache", capacity)?;
+    let (rows, head_dim_v) = (k_cache.shape[2], v.shape[3]);
+    agree("v_cache", &v_cache.shape, 2, if table.is_some() { "page_size" } else { "capacity" }, "k_cache", rows)?;
+    let paged =
+        table.as_ref().map(|table| PagedKv { num_pages: k_cache.shape[0], page_size: rows, max_pages: table.shape[1] });
+    paged.map_or(Ok(()), |paged| paged.check())?;
+    let (blocks, capacity) = paged.map_or((batch, rows), |paged| (paged.num_pages, paged.max_pages * paged.page_size));
     let lens = Some([batch]);
     let size = dtype.size();
     for argument in [
@@ -61,14 +80,15 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
         Argument::new("v", v, Some([batch, heads, new, head_dim_v]), size),
         Argument::new("seq_lens", seq_lens, lens.filter(|_| seq_lens.is_some()), 4),
         Argument::new("new_lens", new_lens, lens.filter(|_| new_lens.is_some()), 4),
+        Argument::new("page_table", table, paged.map(|paged| [batch, paged.max_pages]), 4),
     ] {
         argument.check(&device)?;
     }
     let varies = seq_lens.is_some() || new_lens.is_some();
     let after = Argument::new("seq_lens_after", seq_lens_after, lens.filter(|_| varies), 4);
     for argument in [
-        Argument::new("k_cache", k_cache, Some([batch, heads, capacity, head_dim]), size),
-        Argument::new("v_cache", v_cache, Some([batch, heads, capacity, head_dim_v]), size),
+        Argument::new("k_cache", k_cache, Some([blocks, heads, rows, head_dim]), size),
+        Argument::new("v_cache", v_cache, Some([blocks, heads, rows, head_dim_v]), size),
     ] {
         argument.check_output(&device)?;
     }
@@ -95,7 +115,63 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
             width,
             KeysValuesLaunch::new(k.arg(), v.arg()),
             CachedKeysValuesLaunch::new(k_cache.arg(), v_cache.arg()),
-            AppendedLengthsLaunch::new(*start as u32, before.into(), of_new.into(), after.into()),
+            AppendedLengthsLaunch::new(capacity as u32, *start as u32, before.into(), of_new.into(), after.into()),
+            paged.zip(table.as_ref()).map(|(paged, table)| page_table(paged, table)).into(),
+            tiling::element_type(dtype),
+        );
+    }
+    Ok(())
+}
+
+/// Copies pages of a pool of keys, `[num_pages, num_heads_kv, page_size, head_dim]`, and of values, `[num_pages, num_heads_kv, page_size,
+/// head_dim_v]`, to other pages of it. Before one of two sequences that share a page writes to it, it gets a copy.
+///
+/// `pairs` is `[n, 2]`, 32 bits each: the pages that are copied, each with the page that it is copied to, which no other pair names. A pair
+/// with a page that does not exist copies nothing. Errors name the argument at fault; in that case nothing has been launched.
+///
+/// ```no_run
+/// use flash_attention_kernels::{AttentionError, Dtype, TensorView, copy_cache_pages};
+///
+/// # fn f(client: cubecl::client::Client, k: TensorView, v: TensorView) -> Result<(), AttentionError> {
+/// // Page 3 to page 7.
+/// let words: Vec<u8> = [3u32, 7].into_iter().flat_map(u32::to_le_bytes).collect();
+/// let pairs = TensorView::contiguous(client.create_from_slice(&words), [1, 2]);
+/// copy_cache_pages(&client, Dtype::BF16, &k, &v, &pairs)
+/// # }
+/// ```
+pub fn copy_cache_pages(
+    client: &Client,
+    dtype: Dtype,
+    k_cache: &TensorView,
+    v_cache: &TensorView,
+    pairs: &TensorView<2>,
+) -> Result<(), AttentionError> {
+    let device = recent::device(client);
+    tiling::check_dtype(&device, dtype)?;
+    let size = dtype.size();
+    let [num_pages, heads, page_size, _] = k_cache.shape;
+    for (name, view) in [("k_cache", k_cache), ("v_cache", v_cache)] {
+        let shape = [num_pages, heads, page_size, view.shape[3]];
+        Argument::new(name, view, Some(shape), size).check_output(&device)?;
+    }
+    Argument::new("pairs", pairs, Some([pairs.shape[0], 2]), 4).check(&device)?;
+    let views = [k_cache, v_cache];
+    let width = if views.iter().all(|view| view.vectorizes(WIDTH, size)) { WIDTH } else { 1 };
+    let vectors = pairs.shape[0] * heads * page_size * (k_cache.shape[3] + v_cache.shape[3]) / width;
+    if vectors == 0 {
+        return Ok(());
+    }
+    let (count, dim) = elementwise(&device, "copy_pages", vectors)?;
+    // SAFETY: views have been checked against their buffers. The kernel copies no page that does not exist.
+    unsafe {
+        copy_pages::launch_unchecked(
+            client,
+            count,
+            dim,
+            addresses(views.map(|view| view as &dyn AnyView).into_iter().chain([pairs as &dyn AnyView])),
+            width,
+            CachedKeysValuesLaunch::new(k_cache.arg(), v_cache.arg()),
+            pairs.arg(),
             tiling::element_type(dtype),
         );
     }

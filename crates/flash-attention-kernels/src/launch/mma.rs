@@ -3,13 +3,13 @@
 use super::backward::{Backward, Results};
 use super::forward::Outputs;
 use super::key_splits::outputs;
-use super::tensor_core::{self, GradientLaunch, VECTOR_BYTES, Work, rows_arg, rows_in, sides, source_sides};
+use super::tensor_core::{self, GradientLaunch, Work, rows_arg, rows_in, sides, source_sides};
 use super::{Call, Launch};
 use crate::error::Result;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, forward, gradient};
 use crate::tensor_core::combine::CombinationLaunch;
-use crate::tensor_core::{Blueprint, SourcesLaunch};
+use crate::tensor_core::{Blueprint, SourcesLaunch, VECTOR_BYTES};
 use crate::tiling::{self, Gradient, Kernel, MmaForward, MmaTiles};
 use cubecl::prelude::*;
 

@@ -22,7 +22,7 @@ mod tensor_core;
 
 pub use backward::{Gradients, Saved, Scratch, backward, backward_with};
 pub use blocks::block_states;
-pub use cache::{CacheAppend, append_to_cache};
+pub use cache::{CacheAppend, append_to_cache, copy_cache_pages};
 pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
 pub use route::BlockLists;
@@ -97,6 +97,9 @@ pub struct Inputs {
     pub mask_tensors: [Option<TensorView>; TENSORS],
     /// Block mask: the state of each block, 32 bits each: [`blocks`](mod@crate::blocks).
     pub block_mask: Option<TensorView>,
+    /// The [page](mod@crate::pages) of each block of positions of a sequence, `[batch, max_pages]`, 32 bits each. `k` and `v` are then
+    /// pools of pages, `[num_pages, num_heads_kv, page_size, head_dim]`. A page that does not exist counts as the last one.
+    pub page_table: Option<TensorView<2>>,
     /// Cache of the lists made from the block mask, which several calls can share.
     pub block_lists: BlockLists,
 }
@@ -129,6 +132,7 @@ impl Inputs {
             score_tensors: [None, None],
             mask_tensors: [None, None],
             block_mask: None,
+            page_table: None,
             block_lists: BlockLists::default(),
         }
     }
@@ -138,6 +142,7 @@ impl Inputs {
         let size = p.dtype.size();
         let lens = |there: bool| there.then_some([p.batch]);
         let cu_seqlens = p.cu_seqlens.map(|sequences| [sequences + 1]);
+        let pages = p.pages.map(|pages| [p.batch, pages.max_pages]);
         let seed = p.options.dropout > 0.0 && p.options.dropout_seed.is_none();
         let [score_a, score_b] = &self.score_tensors;
         let required = [
@@ -157,6 +162,7 @@ impl Inputs {
             Argument::new(SCORE_TENSORS[0], score_a, p.score_tensors[0], 4),
             Argument::new(SCORE_TENSORS[1], score_b, p.score_tensors[1], 4),
             Argument::new("block_mask", &self.block_mask, p.block_mask.map(|mask| mask.blocks), 4),
+            Argument::new("page_table", &self.page_table, pages, 4),
         ];
         required.into_iter().chain(self.masks(p)).chain(optional)
     }

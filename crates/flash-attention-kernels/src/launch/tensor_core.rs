@@ -11,14 +11,11 @@ use crate::mask::Band;
 use crate::tensor::{AnyView, TensorView};
 use crate::tensor_core::{
     Blueprint, DeltaBlueprint, GradientOutputsLaunch, HopperTile, Rows, RowsInLaunch, RowsOutLaunch, SourceSideLaunch,
-    SourceSidesLaunch, StrideLaunch, SumsOutLaunch, TileScheduler, Zeros, delta,
+    SourceSidesLaunch, StrideLaunch, SumsOutLaunch, TileScheduler, VECTOR_BYTES, Zeros, delta,
 };
 use crate::tiling::{self, ListShape, cube_count, stats_multiple, stats_rows};
 use cubecl::ir::{AddressType, ElemType, FloatKind};
 use cubecl::prelude::*;
-
-/// Alignment of rows in bytes that TMA and 16-byte vectors require.
-pub(super) const VECTOR_BYTES: usize = 16;
 
 /// Bytes of the vectors in which outputs are written.
 pub(super) const OUT_BYTES: usize = 8;

@@ -40,8 +40,8 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     }
     let (batch, head, band) = (work.batch, work.head, work.band);
     let head_kv = head / grid.group_size as usize;
-    let k = Rows::of(inputs.k, batch, head_kv, 0u32, band.after_keys());
-    let v = Rows::of(inputs.v, batch, head_kv, 0u32, band.after_keys());
+    let of_head = scores.head(batch, head, head_kv, band, false);
+    let (k, v) = (of_head.keys(inputs.k), of_head.keys(inputs.v));
     let q = Rows::of(inputs.q, batch, head, work.start, band.after_queries());
 
     let queries = panels.k.operands(&q);
@@ -53,7 +53,6 @@ pub fn forward<E: Float, M: Numeric, N: Size>(
     let mut top = filled::<f32>(HIDDEN.runtime(), of_unit);
     let mut factors = Array::<f32>::new(of_unit);
 
-    let of_head = scores.head(batch, head, head_kv, band, false);
     let visits = visits(&extras, &band, batch, head, work.start, size);
     for nth in 0..visits.count {
         let at = of_head.tile(work.start, &visits.tile(nth), false);

@@ -19,7 +19,7 @@ use super::MmaBlueprint;
 use super::merge::merge_warps;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::output::write_rows;
-use super::tiles::{CopiedRows, copy_block_rows, copy_rows, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::{CopiedRows, copy_block_rows, copy_keys, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::visits::VisitedTile;
 use crate::fragment::{Scores, filled};
 use crate::ptx::shared_address;
@@ -89,7 +89,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let rows = CopiedRows { batch, head: work.head as usize, first, to };
         copy_block_rows(&sources.q, &rows, block, &band, head_dim, blueprint);
     }
-    copy_keys(&sources, &work, visited.start(scores), (k_at, v_at), blueprint);
+    copy_keys(&sources, &extras, &work, visited.start(scores), (k_at, v_at), blueprint);
     copies_commit();
     // Tiles that are on the way while one is multiplied.
     let ahead = comptime!(tile.stages as u32 - 1);
@@ -97,7 +97,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     for nth in 1..ahead {
         if nth < steps {
             let to = (k_at + comptime!(nth * k_bytes), v_at + comptime!(nth * v_bytes));
-            copy_keys(&sources, &work, visited.start_after(nth, scores), to, blueprint);
+            copy_keys(&sources, &extras, &work, visited.start_after(nth, scores), to, blueprint);
         }
         copies_commit();
     }
@@ -133,7 +133,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             } else {
                 visited.start_after(ahead, scores)
             };
-            copy_keys(&sources, &work, first, (k_at + free * k_bytes, v_at + free * v_bytes), blueprint);
+            copy_keys(&sources, &extras, &work, first, (k_at + free * k_bytes, v_at + free * v_bytes), blueprint);
         }
         copies_commit();
 
@@ -193,22 +193,6 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     } else {
         write_rows(&sources, &inputs, outputs, &softmax, &acc, &work, &block, first, blueprint);
     }
-}
-
-/// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses.
-#[cube]
-fn copy_keys<E: Float, N: Size>(
-    sources: &Sources<E, N>,
-    work: &WorkTile,
-    first: u32,
-    to: (u32, u32),
-    #[comptime] blueprint: MmaBlueprint,
-) {
-    let (batch, head) = (work.batch as usize, work.head_kv as usize);
-    let (head_dim, head_dim_v) = comptime!((blueprint.scores.head_dim, blueprint.scores.head_dim_v));
-    let (k_at, v_at) = to;
-    copy_rows(&sources.k, &CopiedRows { batch, head, first, to: k_at }, &work.band, true, head_dim, blueprint);
-    copy_rows(&sources.v, &CopiedRows { batch, head, first, to: v_at }, &work.band, true, head_dim_v, blueprint);
 }
 
 /// Registers of an accumulator for each group, all zeros.

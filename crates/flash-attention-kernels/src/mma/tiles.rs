@@ -5,8 +5,9 @@
 
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
+use crate::extras::Extras;
 use crate::mask::Band;
-use crate::tensor_core::{BlockRows, LINE, RowsIn};
+use crate::tensor_core::{BlockRows, LINE, RowOf, RowsIn, Sources, WorkTile};
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel, a vector of 16 bytes each.
@@ -74,7 +75,44 @@ pub fn copy_rows<E: Float, N: Size>(
     #[comptime] wide: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    copy_lines(from, rows, band, ComptimeOption::new_None(), keys, wide, blueprint);
+    let count = comptime!(if keys { blueprint.tile.tile_k } else { blueprint.tile.warpgroup_rows() });
+    let mut lines = Sequence::<Line>::new();
+    #[unroll]
+    for pass in 0..comptime!(passes(count, &blueprint)) {
+        let row = rows.first + own_line(pass, blueprint);
+        let (exists, row) = if comptime!(keys) {
+            (band.is_key(row), band.key_within(row, 1u32))
+        } else {
+            (band.is_query(row), band.query_within(row))
+        };
+        lines.push(Line { batch: rows.batch, head: rows.head, row, exists });
+    }
+    copy_lines(from, &lines, rows.to, wide, count, blueprint);
+}
+
+/// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses. Keys may be in pages. They are looked up
+/// before the first copy, which the compiler moves no read past.
+#[cube]
+pub fn copy_keys<E: Float, N: Size>(
+    sources: &Sources<E, N>,
+    extras: &Extras,
+    work: &WorkTile,
+    first: u32,
+    to: (u32, u32),
+    #[comptime] blueprint: MmaBlueprint,
+) {
+    let (batch, head, band) = (work.batch as usize, work.head_kv as usize, work.band);
+    let (head_dim, head_dim_v) = comptime!((blueprint.scores.head_dim, blueprint.scores.head_dim_v));
+    let mut lines = Sequence::<Line>::new();
+    #[unroll]
+    for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
+        let key = first + own_line(pass, blueprint);
+        let place = extras.place(batch, band.key_within(key, 1u32));
+        lines.push(Line { batch: place.batch, head, row: place.row, exists: band.is_key(key) });
+    }
+    let (k_at, v_at) = to;
+    copy_lines(&sources.k, &lines, k_at, head_dim, blueprint.tile.tile_k, blueprint);
+    copy_lines(&sources.v, &lines, v_at, head_dim_v, blueprint.tile.tile_k, blueprint);
 }
 
 /// [`copy_rows()`] for the rows of a warpgroup in a block of queries, from its row `rows.first` on, whose query heads may be packed.
@@ -87,42 +125,59 @@ pub fn copy_block_rows<E: Float, N: Size>(
     #[comptime] wide: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    copy_lines(from, rows, band, ComptimeOption::new_Some(block), false, wide, blueprint);
+    let count = comptime!(blueprint.tile.warpgroup_rows());
+    let mut lines = Sequence::<Line>::new();
+    #[unroll]
+    for pass in 0..comptime!(passes(count, &blueprint)) {
+        let RowOf { query, head } = block.at(rows.first + own_line(pass, blueprint));
+        let row = band.query_within(query);
+        lines.push(Line { batch: rows.batch, head: head as usize, row, exists: band.is_query(query) });
+    }
+    copy_lines(from, &lines, rows.to, wide, count, blueprint);
 }
 
-/// Starts the copy of rows: of a head, or of a block of queries.
+/// A row that a thread copies, with others, to a line of a tile.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Line {
+    /// Batch, or page.
+    batch: usize,
+    head: usize,
+    /// A row that exists.
+    row: u32,
+    /// Whether the line has this row. Else it becomes zeros.
+    exists: bool,
+}
+
+/// Number of lines that a thread copies of so many.
+fn passes(lines: usize, blueprint: &MmaBlueprint) -> usize {
+    lines / (blueprint.tile.units() / OF_LINE as usize)
+}
+
+/// The line that this thread copies in a pass.
+#[cube]
+fn own_line(#[comptime] pass: usize, #[comptime] blueprint: MmaBlueprint) -> u32 {
+    UNIT_POS / OF_LINE + comptime!((pass * blueprint.tile.units() / OF_LINE as usize) as u32)
+}
+
+/// Starts the copy of `wide` columns of this thread's lines, of `count` in all, to the shared address `to`.
 #[cube]
 fn copy_lines<E: Float, N: Size>(
     from: &RowsIn<E, N>,
-    rows: &CopiedRows,
-    band: &Band,
-    block: ComptimeOption<BlockRows>,
-    #[comptime] keys: bool,
+    lines: &Sequence<Line>,
+    to: u32,
     #[comptime] wide: usize,
+    #[comptime] count: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    let lines = comptime!(if keys { blueprint.tile.tile_k } else { blueprint.tile.warpgroup_rows() });
-    let (tile, panel_columns, size) =
-        comptime!((blueprint.tile, blueprint.scores.panel(), blueprint.scores.dtype.size()));
-    let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
-    let at = rows.to + place(line, vector);
-    let of_pass = comptime!(tile.units() / OF_LINE as usize);
+    let (panel_columns, size) = comptime!((blueprint.scores.panel(), blueprint.scores.dtype.size()));
+    let vector = UNIT_POS % OF_LINE;
+    let at = to + place(UNIT_POS / OF_LINE, vector);
+    let of_pass = comptime!(blueprint.tile.units() / OF_LINE as usize);
     #[unroll]
-    for pass in 0..comptime!(lines / of_pass) {
-        let mut row = rows.first + line + comptime!((pass * of_pass) as u32);
-        let mut head = rows.head;
-        #[comptime]
-        if let ComptimeOption::Some(block) = &block {
-            let of_block = block.at(row);
-            row = of_block.query;
-            head = of_block.head as usize;
-        }
-        let (is_row, within) = if comptime!(keys) {
-            (band.is_key(row), band.key_within(row, 1u32))
-        } else {
-            (band.is_query(row), band.query_within(row))
-        };
-        let start = from.stride.at(rows.batch, head, within) + vector as usize;
+    for pass in 0..comptime!(passes(count, &blueprint)) {
+        let line = lines.index(pass);
+        let start = from.stride.at(line.batch, line.head, line.row) + vector as usize;
         let row = &from.data[start..start + 1];
         #[unroll]
         for panel in 0..comptime!(wide.div_ceil(panel_columns)) {
@@ -133,8 +188,8 @@ fn copy_lines<E: Float, N: Size>(
             } else {
                 min(max(left.runtime(), vector * 16) - vector * 16, 16u32)
             };
-            let offset = comptime!((panel * lines + pass * of_pass) * LINE);
-            let bytes = select(is_row, bytes, 0u32);
+            let offset = comptime!((panel * count + pass * of_pass) * LINE);
+            let bytes = select(line.exists, bytes, 0u32);
             copy_vector(row, comptime!(panel * OF_LINE as usize), at, offset, bytes);
         }
     }

@@ -33,8 +33,8 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     }
     let (batch, head, start, band) = (work.batch, work.head, work.start, work.band);
     let head_kv = head / grid.group_size as usize;
-    let k = Rows::of(inputs.k, batch, head_kv, 0u32, band.after_keys());
-    let v = Rows::of(inputs.v, batch, head_kv, 0u32, band.after_keys());
+    let of_head = scores.head(batch, head, head_kv, band, false);
+    let (k, v) = (of_head.keys(inputs.k), of_head.keys(inputs.v));
     let q = Rows::of(inputs.q, batch, head, start, band.after_queries());
 
     let held = hold(&q, band.seq_q - 1, head_dim, tile);
@@ -44,7 +44,6 @@ pub fn forward<F: Float, M: Numeric, N: Size>(
     let mut m = filled::<f32>(first, rows);
     let mut l = filled::<f32>(sum, rows);
 
-    let of_head = scores.head(batch, head, head_kv, band, false);
     let runs = runs(&extras, &band, batch, head, start, comptime!(tile.block() as u32));
     for nth_run in 0..runs.count {
         let run = runs.run(nth_run);

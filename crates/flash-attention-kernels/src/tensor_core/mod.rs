@@ -54,6 +54,8 @@ pub const WARPGROUP_ROWS: usize = 64;
 pub const WARPGROUP_UNITS: usize = 128;
 /// Threads of a warp.
 pub const WARP_UNITS: usize = 32;
+/// Alignment of rows in bytes that TMA and 16-byte vectors require.
+pub const VECTOR_BYTES: usize = 16;
 /// Bytes of a line of a panel, the unit of the 128-byte swizzle.
 pub const LINE: usize = 128;
 /// Columns of a panel of 16-bit elements.

@@ -1,5 +1,6 @@
 //! Tensors that kernels on tensor cores read and write, grouped into arguments.
 
+use crate::extras::Extras;
 use cubecl::prelude::*;
 
 /// Strides of the rows of `[B, H, S, …]`. As arguments, strides are constants of the launch; the strides of a tensor are read
@@ -20,6 +21,12 @@ impl Stride {
     /// The start of a row.
     pub fn at(&self, batch: usize, head: usize, row: u32) -> usize {
         batch * self.batch + head * self.head + row as usize * self.row
+    }
+
+    /// The start of the row of a key, which may be in a page.
+    pub fn of_key(&self, extras: &Extras, batch: usize, head: usize, key: u32) -> usize {
+        let place = extras.place(batch, key);
+        self.at(place.batch, head, place.row)
     }
 }
 

@@ -125,12 +125,12 @@ fn exponents<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let derivative = 1.0f32.runtime();
     let mut product = 0.0f32.runtime();
     if comptime!(blueprint.dtype != Dtype::F32) {
-        product = products_with_keys(sources, of, key - UNIT_POS % 32, blueprint);
+        product = products_with_keys(sources, &scores.score.extras, of, key - UNIT_POS % 32, blueprint);
     }
     if key < after && of.band.sees(of.row, key) {
         if comptime!(blueprint.dtype == Dtype::F32) {
             let q_at = sources.q.stride.at(of.batch, of.head, of.row);
-            let k_at = sources.k.stride.at(of.batch, of.head_kv, key);
+            let k_at = sources.k.stride.of_key(&scores.score.extras, of.batch, of.head_kv, key);
             product = dot(sources.q.data, q_at, sources.k.data, k_at, blueprint.head_dim, blueprint);
         }
         let place = Place::new(of.batch as u32, of.head as u32, &of.band, of.row, key, false);
@@ -186,7 +186,7 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
-                        let at = sources.v.stride.at(batch, of.head_kv, start + n);
+                        let at = sources.v.stride.of_key(&extras, batch, of.head_kv, start + n);
                         add_row(&mut o, p, sources.v.data, at, blueprint.head_dim_v, blueprint.vector());
                     }
                 }

@@ -139,6 +139,7 @@ impl Case<'_> {
             ("dropout_seed", problem.options.dropout > 0.0),
             ("sequences", problem.is_varlen()),
             ("block_mask", problem.block_mask.is_some()),
+            ("page_table", problem.pages.is_some()),
             (SCORE_TENSORS[0], score_a),
             (SCORE_TENSORS[1], score_b),
             (MASK_TENSORS[0], mask_a),

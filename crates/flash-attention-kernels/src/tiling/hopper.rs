@@ -419,7 +419,8 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
 fn possible(Case { device, problem }: Case) -> Result<(), String> {
     require(device.wgmma, || "the device has no warpgroup matrix products".into())?;
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
-    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16 only, and q is f32".into())
+    require(problem.dtype != Dtype::F32, || "it computes in f16 and bf16 only, and q is f32".into())?;
+    require(problem.pages.is_none(), || "TMA copies rows of one sequence, and keys are in pages".into())
 }
 
 /// Rows of lse and delta of a head are padded to a multiple of this, because whole tiles of them are loaded.

@@ -8,7 +8,7 @@ use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Precision};
-use crate::tensor_core::Blueprint;
+use crate::tensor_core::{Blueprint, VECTOR_BYTES};
 
 /// Tiles of the forward. The first row is chosen that fits the larger head dimension and the shared memory.
 ///
@@ -354,6 +354,11 @@ pub fn check(Case { device, problem }: Case, role: Role, plan: MmaForward) -> Re
     require(cfg!(feature = "cuda"), || NOT_COMPILED.into())?;
     require(device.mma.contains(&problem.dtype), || {
         format!("the device has no mma.sync for {} that inline PTX can use", problem.dtype.name())
+    })?;
+    let row_bytes = [problem.head_dim, problem.head_dim_v].map(|columns| columns * problem.dtype.size());
+    let whole = row_bytes.iter().all(|bytes| bytes.is_multiple_of(VECTOR_BYTES));
+    require(problem.pages.is_none() || whole, || {
+        format!("rows of {row_bytes:?} bytes would be padded to multiples of {VECTOR_BYTES}, which copies all pages")
     })?;
     require(tile.is_consistent(), || {
         format!("{tile:?} is inconsistent: the rows that are copied at a time must divide a tile")

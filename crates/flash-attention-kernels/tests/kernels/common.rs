@@ -15,6 +15,8 @@ mod guards;
 mod judging;
 #[path = "lanes.rs"]
 pub mod lanes;
+#[path = "pool.rs"]
+mod pool;
 #[cfg(not(target_family = "wasm"))]
 #[path = "quick.rs"]
 mod quick;
@@ -114,6 +116,8 @@ pub struct Case {
     pub fused: bool,
     /// Number of splits of a group's query heads in the fused kernel, if it divides the group.
     pub splits: usize,
+    /// Positions of a page, if the forward reads keys and values in pages.
+    pub page_size: Option<usize>,
     /// Whether the tuner chooses the kernels, if it is compiled in. `FLASH_TEST_TUNED=1` sets this for all cases.
     pub tuned: bool,
 }
@@ -173,6 +177,7 @@ impl Case {
             wanted: [true; 7],
             fused: order.is_some(),
             splits: 1,
+            page_size: None,
             tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
     }
@@ -344,10 +349,7 @@ impl Case {
 
     /// The plan of the library, or that of the kernel named by `FLASH_TEST_KERNEL`.
     pub fn plan(&self, client: &Client) -> Result<Plan, AttentionError> {
-        match forced_kernel(self.problem.dtype) {
-            Some(kernel) => plan_with(client, &self.problem, kernel),
-            None => plan(client, &self.problem),
-        }
+        planned(client, &self.problem)
     }
 
     /// Block states copied to the device, if the case has a block mask.
@@ -407,6 +409,7 @@ impl Case {
             cu_seqlens_k: self.tensors.cu_seqlens_k.as_ref().map(|ends| lengths(client, ends)),
             score_tensors: tensors(&self.tensors.score_tensors, p.score_tensors),
             mask_tensors: tensors(&self.tensors.mask_tensors, p.mask_tensors),
+            page_table: None,
             block_mask,
             block_lists,
             dropout_seed: (p.options.dropout > 0.0 && p.options.dropout_seed.is_none()).then(|| {
@@ -416,20 +419,23 @@ impl Case {
         };
         let o = Guarded::output_at(client, dtype, of_results, p.o_shape(), self.poison);
         let lse = Guarded::output_at(client, Dtype::F32, of_results, p.lse_shape(), self.poison);
+        let of_forward = self.forward_problem();
         let forced = match (self.tiles, forced_kernel(dtype)) {
             (Some((forward, _)), _) => Some(forward),
-            (None, Some(_)) => Some(self.plan(client)?.forward),
+            (None, Some(_)) => Some(planned(client, &of_forward)?.forward),
             (None, None) => None,
         };
+        let given = self.forward_inputs(client, &inputs);
         let ran = match forced {
-            Some(forced) => forward_with(client, p, &inputs, &o.view, &lse.view, forced).map(|()| forced)?,
+            Some(forced) => forward_with(client, &of_forward, &given, &o.view, &lse.view, forced).map(|()| forced)?,
             #[cfg(feature = "autotune")]
-            None if self.tuned => tuning::forward_tuned(client, p, &inputs, &o.view, &lse.view)?,
-            None => forward(client, p, &inputs, &o.view, &lse.view)?,
+            None if self.tuned => tuning::forward_tuned(client, &of_forward, &given, &o.view, &lse.view)?,
+            None => forward(client, &of_forward, &given, &o.view, &lse.view)?,
         };
         let kernel = ran.kernel();
         let few = self.tiles.is_none() && p.group_size() * p.seq_q <= 64 && p.seq_k >= 256;
-        let decoding = few && p.options.dropout == 0.0 && p.block_mask.is_none();
+        // Hopper's kernel reads no pages either.
+        let decoding = few && p.options.dropout == 0.0 && p.block_mask.is_none() || self.page_size.is_some();
         match self.tiles {
             Some((forced, _)) => assert_eq!(kernel, forced.kernel(), "{p:?}"),
             None => lanes::assert_kernel(kernel, dtype, decoding),
@@ -566,6 +572,14 @@ impl Case {
             return plain && any_order && p.block_mask.is_none();
         }
         plain && p.head_dim.max(p.head_dim_v) <= 128 && (p.head_dim > 64 || p.head_dim_v <= 64)
+    }
+}
+
+/// The plan of the library, or that of the kernel named by `FLASH_TEST_KERNEL`.
+fn planned(client: &Client, problem: &AttentionProblem) -> Result<Plan, AttentionError> {
+    match forced_kernel(problem.dtype) {
+        Some(kernel) => plan_with(client, problem, kernel),
+        None => plan(client, problem),
     }
 }
 

@@ -17,6 +17,7 @@ mod offsets;
 mod one_kernel;
 mod oracle;
 mod packed;
+mod pages;
 mod pairs;
 mod plans;
 mod properties;

@@ -16,7 +16,7 @@ const OUT_OF_REACH: &str = "";
 /// Places that make errors: the file, the error, the number of places, and the test that provokes them.
 const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/backward.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
-    ("launch/backward.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/backward.rs", "Unsupported", 2, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/backward/sums.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/cache.rs", "CacheFull", 1, "caches::what_cannot_be_appended_is_refused"),

@@ -4,6 +4,7 @@ use super::super::Blueprint;
 use super::super::operands::Sources;
 use super::LostRow;
 use crate::dtype::Dtype;
+use crate::extras::Extras;
 use crate::fragment::filled;
 use crate::ptx::{mma_step, pack};
 use crate::rounding::nearest_tf32;
@@ -57,6 +58,7 @@ pub fn dot_vectors<E: Float, N: Size>(
 #[cube]
 pub fn products_with_keys<E: Float, N: Size>(
     sources: &Sources<E, N>,
+    extras: &Extras,
     of: &LostRow,
     first: u32,
     #[comptime] blueprint: Blueprint,
@@ -69,7 +71,7 @@ pub fn products_with_keys<E: Float, N: Size>(
     #[unroll]
     for eight in 0..4u32 {
         let key = of.band.key_within(first + comptime!(8 * eight) + lane / 4, 1u32);
-        rows.push(sources.k.stride.at(of.batch, of.head_kv, key));
+        rows.push(sources.k.stride.of_key(extras, of.batch, of.head_kv, key));
     }
     let low = products_with_eights(q, q_at, k, *rows.index(0usize), *rows.index(1usize), blueprint);
     let high = products_with_eights(q, q_at, k, *rows.index(2usize), *rows.index(3usize), blueprint);
