@@ -191,6 +191,7 @@ impl Calls {
             v: empty(new, head_dim_v),
             k_cache: empty(seq_k, head_dim),
             v_cache: empty(seq_k, head_dim_v),
+            page_table: None,
             start: seq_k - new,
             seq_lens: None,
             new_lens: None,
@@ -223,7 +224,7 @@ impl Calls {
         let [k, v] = self.newest.clone();
         let mut cache = self.cache.borrow_mut();
         let before = cache.max_len();
-        let out = flash_attention_with_kvcache(self.queries.clone(), k, v, &mut cache, &self.options);
+        let out = flash_attention_with_kvcache(self.queries.clone(), k, v, &mut *cache, &self.options);
         cache.truncate(before);
         out
     }

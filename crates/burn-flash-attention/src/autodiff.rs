@@ -15,7 +15,8 @@
 //! Where nobody asked for `lse`, there is one node: `core`, whose output is `out`.
 
 use crate::backend::{
-    AttentionGradients, AttentionOutput, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse, Saved, Wanted,
+    AttentionGradients, AttentionOutput, CacheLengths, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse,
+    Saved, Wanted,
 };
 use crate::tensors::{Extras, OptionalFloat, TRACKED};
 use burn::backend::autodiff::NodeId;
@@ -67,7 +68,7 @@ impl<B: FlashAttentionOps, C: CheckpointStrategy> FlashAttentionOps for Autodiff
         _cache: CacheTensors<Self>,
         _extras: Extras<Self>,
         _options: AttentionOptions,
-        _len: usize,
+        _lengths: CacheLengths,
     ) -> CachedAttentionOutput<Self> {
         unreachable!("a cache is on the inner backend, not on Autodiff")
     }

@@ -30,13 +30,29 @@ pub struct AttentionOutput<B: Backend> {
 #[derive(Debug, ExtensionType)]
 #[cfg_attr(feature = "fusion", extension_type(fusion))]
 pub struct CacheTensors<B: Backend> {
-    /// `[batch, num_heads_kv, capacity, head_dim]`.
+    /// `[batch, num_heads_kv, capacity, head_dim]`, or with a page table `[num_pages, num_heads_kv, page_size, head_dim]`.
     pub k: FloatTensor<B>,
-    /// `[batch, num_heads_kv, capacity, head_dim_v]`.
+    /// `[batch, num_heads_kv, capacity, head_dim_v]`, or with a page table `[num_pages, num_heads_kv, page_size, head_dim_v]`.
     pub v: FloatTensor<B>,
     /// `[batch]`, 32 bits each: the length of each sequence, if they may differ.
     #[extension_type]
     pub seq_lens: OptionalInt<B>,
+    /// `[batch, max_pages]`, 32 bits each: the pages of each sequence, if keys and values are in pages.
+    #[extension_type]
+    pub page_table: OptionalInt<B>,
+    /// `[n, 2]`, 32 bits each: pages to copy before new positions are written, each with the page that it is copied to. There are none in
+    /// a cache that is given back.
+    #[extension_type]
+    pub page_copies: OptionalInt<B>,
+}
+
+/// Lengths of the sequences of a cache, as the host knows them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheLengths {
+    /// Length of each sequence before a call, unless the device has their lengths.
+    pub before: usize,
+    /// Length of the longest sequence after the call, or more.
+    pub after: usize,
 }
 
 /// What attention with a cache returns.
@@ -151,14 +167,16 @@ pub trait FlashAttentionOps: Backend {
         options: AttentionOptions,
     ) -> AttentionGradients<Self>;
 
-    /// Appends `k` and `v` to a cache, in place, and computes attention over it. `len`: the length of its longest sequence, or more.
+    /// Appends `k` and `v` to a cache, in place, and computes attention over it.
     #[cfg_attr(not(any(feature = "cube", feature = "flex")), allow(unused_variables))]
-    #[fusion(meta = |q, _k, v, cache, extras, _options, _len| CachedAttentionOutputMetadata {
+    #[fusion(meta = |q, _k, v, cache, extras, _options, _lengths| CachedAttentionOutputMetadata {
         attention: output(q, v),
         cache: CacheTensorsMetadata {
             k: cache.k.clone(),
             v: cache.v.clone(),
             seq_lens: lens(q.shape[0], [&cache.seq_lens, &extras.seq_lens_q]),
+            page_table: cache.page_table.clone(),
+            page_copies: OptionalIntMetadata::None,
         },
     })]
     fn flash_attention_with_kvcache(
@@ -168,7 +186,7 @@ pub trait FlashAttentionOps: Backend {
         #[extension_type] cache: CacheTensors<Self>,
         #[extension_type] extras: Extras<Self>,
         options: AttentionOptions,
-        len: usize,
+        lengths: CacheLengths,
     ) -> CachedAttentionOutput<Self>;
 
     /// The states of the problem's blocks, from mask and mask function: a tensor like `empty`, whose elements are not read.

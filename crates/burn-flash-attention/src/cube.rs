@@ -1,7 +1,8 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
 use crate::backend::{
-    AttentionGradients, AttentionOutput, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse, Saved, Wanted,
+    AttentionGradients, AttentionOutput, CacheLengths, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse,
+    Saved, Wanted,
 };
 use crate::problem::{dtype, problem};
 use crate::tensors::{Extras, OptionalInt};
@@ -16,7 +17,7 @@ use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Gradients, Inputs, MaskStorage, MaskView,
-    TensorView, append_to_cache, block_states,
+    TensorView, append_to_cache, block_states, copy_cache_pages,
 };
 #[cfg(not(feature = "autotune"))]
 use flash_attention_kernels::{backward, forward};
@@ -52,9 +53,9 @@ impl FlashAttentionOps for CubeBackend {
         cache: CacheTensors<Self>,
         extras: Extras<Self>,
         options: AttentionOptions,
-        len: usize,
+        lengths: CacheLengths,
     ) -> CachedAttentionOutput<Self> {
-        launched(try_with_kvcache([q, k, v], cache, extras, options, len))
+        launched(try_with_kvcache([q, k, v], cache, extras, options, lengths))
     }
 
     fn flash_attention_block_states(
@@ -95,7 +96,10 @@ pub fn try_forward(
     extras: Extras<CubeBackend>,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<CubeBackend>, AttentionError> {
-    let call = Call::new(q, k, v, extras, options)?;
+    forward_of(Call::new(q, k, v, None, extras, options)?)
+}
+
+fn forward_of(call: Call) -> Result<AttentionOutput<CubeBackend>, AttentionError> {
     let out = call.empty(call.problem.o_shape(), call.q.dtype);
     let lse = call.empty(call.problem.lse_shape(), DType::F32);
     forward(&call.q.client, &call.problem, &call.inputs, &view(&out), &view(&lse))?;
@@ -109,10 +113,15 @@ fn try_with_kvcache(
     cache: CacheTensors<CubeBackend>,
     extras: Extras<CubeBackend>,
     options: AttentionOptions,
-    len: usize,
+    CacheLengths { before, after }: CacheLengths,
 ) -> Result<CachedAttentionOutput<CubeBackend>, AttentionError> {
     let [k, v] = [k, v].map(untile);
-    let [batch, _, new, _] = k.meta.shape().dims();
+    let [batch, ..]: [usize; 4] = k.meta.shape().dims();
+    let dtype = dtype("q", q.dtype)?;
+    let table = cache.page_table.into_option();
+    if let Some(pairs) = cache.page_copies.into_option() {
+        copy_cache_pages(&q.client, dtype, &view(&cache.k), &view(&cache.v), &view(&pairs))?;
+    }
     let (seq_lens, new_lens) = (cache.seq_lens.into_option(), extras.seq_lens_q.clone().into_option());
     let varies = seq_lens.is_some() || new_lens.is_some();
     let lens = || empty_device_contiguous_dtype(q.client.clone(), q.device.clone(), Shape::new([batch]), DType::I32);
@@ -122,20 +131,34 @@ fn try_with_kvcache(
         v: view(&v),
         k_cache: view(&cache.k),
         v_cache: view(&cache.v),
-        start: len,
+        page_table: table.as_ref().map(view),
+        start: before,
         seq_lens: seq_lens.as_ref().map(view),
         new_lens: new_lens.as_ref().map(view),
         seq_lens_after: seq_lens_after.as_ref().map(view),
     };
-    append_to_cache(&q.client, dtype("q", q.dtype)?, &append)?;
+    append_to_cache(&q.client, dtype, &append)?;
     let used = |cache: &CubeTensor| {
         let mut used = cache.clone();
-        used.meta.shape[2] = len + new;
+        used.meta.shape[2] = after;
         used
     };
     let extras = Extras { seq_lens_k: OptionalInt::from_option(seq_lens_after.clone()), ..extras };
-    let attention = try_forward(q, used(&cache.k), used(&cache.v), extras, options)?;
-    let cache = CacheTensors { seq_lens: OptionalInt::from_option(seq_lens_after), ..cache };
+    let call = match &table {
+        Some(table) => {
+            let pages = Some(Pages { table: table.clone(), seq_k: after });
+            Call::new(q, cache.k.clone(), cache.v.clone(), pages, extras, options)
+        }
+        None => Call::new(q, used(&cache.k), used(&cache.v), None, extras, options),
+    };
+    let attention = forward_of(call?)?;
+    let cache = CacheTensors {
+        k: cache.k,
+        v: cache.v,
+        seq_lens: OptionalInt::from_option(seq_lens_after),
+        page_table: OptionalInt::from_option(table),
+        page_copies: OptionalInt::None,
+    };
     Ok(CachedAttentionOutput { attention, cache })
 }
 
@@ -149,7 +172,7 @@ pub fn try_backward(
     wanted: Wanted,
     options: AttentionOptions,
 ) -> Result<AttentionGradients<CubeBackend>, AttentionError> {
-    let call = Call::new(q, k, v, extras, options)?;
+    let call = Call::new(q, k, v, None, extras, options)?;
     let problem = &call.problem;
     let dq = wanted.dq.then(|| call.empty(problem.q_shape(), call.q.dtype));
     let dk = wanted.dk.then(|| call.empty(problem.k_shape(), call.q.dtype));
@@ -192,6 +215,14 @@ pub fn try_backward(
     })
 }
 
+/// The pages of keys and values that are in pages.
+struct Pages {
+    /// `[batch, max_pages]`.
+    table: CubeTensor,
+    /// Length of the longest sequence, or more.
+    seq_k: usize,
+}
+
 /// The arguments of a call, as the kernels take them.
 struct Call {
     q: CubeTensor,
@@ -204,6 +235,7 @@ impl Call {
         q: CubeTensor,
         k: CubeTensor,
         v: CubeTensor,
+        pages: Option<Pages>,
         extras: Extras<CubeBackend>,
         options: AttentionOptions,
     ) -> Result<Self, AttentionError> {
@@ -211,8 +243,18 @@ impl Call {
         let (tensors, block_sizes, block_lists) = extras.into_tensors();
         let tensors = tensors.map(untile);
         let shapes = tensors.each_ref().map(|tensor| tensor.meta.shape().to_vec());
-        let qkv = [q.meta.shape(), k.meta.shape(), v.meta.shape()].map(|shape| shape.as_slice());
-        let problem = problem(qkv, &shapes, block_sizes, dtype("q", q.dtype)?, options)?;
+        let [of_q, mut of_k, mut of_v] = [&q, &k, &v].map(|tensor| tensor.meta.shape().to_vec());
+        let pool = [of_k[0], of_k[2]];
+        if let Some(pages) = &pages {
+            for shape in [&mut of_k, &mut of_v] {
+                (shape[0], shape[2]) = (of_q[0], pages.seq_k);
+            }
+        }
+        let mut problem = problem([&of_q, &of_k, &of_v], &shapes, block_sizes, dtype("q", q.dtype)?, options)?;
+        if let Some(pages) = &pages {
+            let [num_pages, page_size] = pool;
+            problem = problem.with_page_table(pages.table.meta.shape(), num_pages, page_size)?;
+        }
         let inputs = Inputs {
             mask: tensors.mask.as_ref().map(mask_view),
             bias: tensors.bias.as_ref().map(view),
@@ -226,6 +268,7 @@ impl Call {
             score_tensors: tensors.score_tensors().map(|tensor| tensor.map(view)),
             mask_tensors: tensors.mask_tensors().map(|tensor| tensor.map(view)),
             block_mask: tensors.block_mask.as_ref().map(view),
+            page_table: pages.as_ref().map(|pages| view(&pages.table)),
             block_lists,
             ..Inputs::new(view(&q), view(&k), view(&v))
         };

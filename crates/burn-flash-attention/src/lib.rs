@@ -58,8 +58,9 @@ pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtyp
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use intercept::{Counts, InstallError, Interception, install};
 pub use kv_cache::{
-    KvCache, KvCacheConfig, flash_attention_with_kvcache, flash_attention_with_kvcache_and_lse,
-    try_flash_attention_with_kvcache, try_flash_attention_with_kvcache_and_lse,
+    AttentionCache, KvCache, KvCacheConfig, PagedBatch, PagedKvCache, PagedKvCacheConfig, SequenceId,
+    flash_attention_with_kvcache, flash_attention_with_kvcache_and_lse, try_flash_attention_with_kvcache,
+    try_flash_attention_with_kvcache_and_lse,
 };
 pub use module::{
     FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,

@@ -116,6 +116,22 @@ pub enum AttentionError {
         /// New positions.
         new: usize,
     },
+    /// New positions that need more pages than are free.
+    #[error("{needed} pages are needed, but {free} of {num_pages} are free; free sequences, or append less")]
+    OutOfPages {
+        /// Pages of the cache.
+        num_pages: usize,
+        /// Free pages, with those that windows leave behind in this call.
+        free: usize,
+        /// Pages that the new positions need, with those for copies of shared ones.
+        needed: usize,
+    },
+    /// A sequence that a paged cache does not have, or no longer.
+    #[error("sequence {sequence} is not in the cache; it was freed, or belongs to another cache")]
+    NoSequence {
+        /// The name of the sequence.
+        sequence: u64,
+    },
     /// An argument that autodiff tracks, in a call that has no gradient.
     #[error(
         "{argument} is tracked by autodiff, but attention with a key/value cache has no gradient; call it on a model without autodiff (Module::valid) or on a detached tensor"

@@ -266,7 +266,7 @@ impl CausalSelfAttention {
         match cache {
             BlockCache::Preallocated(cache) => {
                 let options = self.flash_options(&q.device()).with_seq_lens_q(seq_lens.cloned());
-                flash_attention_with_kvcache(q, k, v, cache, &options)
+                flash_attention_with_kvcache(q, k, v, cache.as_mut(), &options)
             }
             BlockCache::Concatenated(cache) => {
                 let (k, v) = match cache.take().map(|before| *before) {

@@ -14,7 +14,8 @@ mod sequences;
 mod tile;
 
 use crate::backend::{
-    AttentionGradients, AttentionOutput, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse, Saved, Wanted,
+    AttentionGradients, AttentionOutput, CacheLengths, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse,
+    Saved, Wanted,
 };
 use crate::plan::HostPlan;
 use crate::problem::{dtype, problem};
@@ -93,11 +94,10 @@ impl FlashAttentionOps for Flex {
         cache: CacheTensors<Self>,
         extras: Extras<Self>,
         options: AttentionOptions,
-        len: usize,
+        lengths: CacheLengths,
     ) -> CachedAttentionOutput<Self> {
-        let new = k.layout().shape()[2];
-        let (cache, extras) = cache::append([k, v], cache, extras, len);
-        let [keys, values] = [&cache.k, &cache.v].map(|tensor| tensor.narrow(2, 0, len + new));
+        let (cache, extras) = cache::append([k, v], cache, extras, lengths);
+        let [keys, values] = cache::used(&cache, lengths.after);
         let attention = Self::flash_attention(q, keys, values, extras, options, Lse::Constant);
         CachedAttentionOutput { attention, cache }
     }

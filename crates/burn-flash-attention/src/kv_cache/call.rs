@@ -1,15 +1,16 @@
 //! Attention of new positions over a cache, which they are appended to.
 
-use super::{KvCache, LOST, Tensors};
-use crate::api::{check_on_device, extras, on_device, posed_over};
-use crate::backend::{CacheTensors, FlashAttentionOps};
-use crate::checks::{agree, same_device, unwrapped};
+use super::AttentionCache;
+use super::operands::Taken;
+use crate::api::{check_on_device, extras, on_device};
+use crate::backend::FlashAttentionOps;
+use crate::checks::unwrapped;
 use crate::options::FlashAttentionOptions;
 use crate::plan::AttentionPlan;
 use crate::tensors::OptionalInt;
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, Tensor};
-use flash_attention_kernels::{Alignment, AttentionError, AttentionProblem};
+use burn::tensor::{DType, Tensor};
+use flash_attention_kernels::{Alignment, AttentionError};
 
 /// Attention of new positions over all positions so far: appends `k` and `v` to the cache, in place, and computes
 /// [`flash_attention`](crate::flash_attention) of `q` over the cache (flash-attn's `flash_attn_with_kvcache`).
@@ -60,7 +61,7 @@ pub fn flash_attention_with_kvcache(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    cache: &mut KvCache,
+    cache: &mut impl AttentionCache,
     options: &FlashAttentionOptions,
 ) -> Tensor<4> {
     unwrapped(try_flash_attention_with_kvcache(q, k, v, cache, options))
@@ -91,7 +92,7 @@ pub fn try_flash_attention_with_kvcache(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    cache: &mut KvCache,
+    cache: &mut impl AttentionCache,
     options: &FlashAttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
     try_flash_attention_with_kvcache_and_lse(q, k, v, cache, options).map(|(out, _)| out)
@@ -124,7 +125,7 @@ pub fn flash_attention_with_kvcache_and_lse(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    cache: &mut KvCache,
+    cache: &mut impl AttentionCache,
     options: &FlashAttentionOptions,
 ) -> (Tensor<4>, Tensor<3>) {
     unwrapped(try_flash_attention_with_kvcache_and_lse(q, k, v, cache, options))
@@ -154,10 +155,11 @@ pub fn try_flash_attention_with_kvcache_and_lse(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
-    cache: &mut KvCache,
+    cache: &mut impl AttentionCache,
     options: &FlashAttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     check_untracked(&q, &k, &v, options)?;
+    check_options(options)?;
     let autodiff = q.is_autodiff();
     let [q, k, v] = [q, k, v].map(Tensor::inner);
     let options = FlashAttentionOptions { continued: true, ..options.clone().inner() };
@@ -169,21 +171,15 @@ pub fn try_flash_attention_with_kvcache_and_lse(
         let out = Tensor::zeros(problem.o_shape(), (&device, q.dtype()));
         return Ok((out, Tensor::zeros(problem.lse_shape(), (&device, DType::F32))));
     }
-    cache.reserve(cache.capacity_for(new)?)?;
     let options = options.with_temperature_as_function(&q)?;
-    let extras = extras(&options, None);
-    let Tensors { k: k_cache, v: v_cache, seq_lens } = cache.tensors.take().unwrap_or_else(|| panic!("{LOST}"));
-    let tensors = CacheTensors {
-        k: k_cache.into_dispatch(),
-        v: v_cache.into_dispatch(),
-        seq_lens: OptionalInt::from_option(seq_lens.map(Tensor::into_dispatch)),
-    };
+    let Taken { tensors, lengths, new_lens } = cache.take(new)?;
+    let mut extras = extras(&options, None);
+    if let Some(lens) = new_lens {
+        extras.seq_lens_q = OptionalInt::Some(lens.into_dispatch());
+    }
     let (q, k, v) = (q.into_dispatch(), k.into_dispatch(), v.into_dispatch());
-    let output = Dispatch::flash_attention_with_kvcache(q, k, v, tensors, extras, options.numbers(), cache.len);
-    let CacheTensors { k, v, seq_lens } = output.cache;
-    let (k, v) = (Tensor::from_dispatch(k), Tensor::from_dispatch(v));
-    cache.tensors = Some(Tensors { k, v, seq_lens: seq_lens.into_option().map(Tensor::from_dispatch) });
-    cache.len += new;
+    let output = Dispatch::flash_attention_with_kvcache(q, k, v, tensors, extras, options.numbers(), lengths);
+    cache.put(output.cache, new);
     let (out, lse) = (Tensor::from_dispatch(output.attention.out), Tensor::from_dispatch(output.attention.lse));
     Ok(if autodiff { (out.autodiff(), lse.autodiff()) } else { (out, lse) })
 }
@@ -209,67 +205,18 @@ impl FlashAttentionOptions {
     }
 }
 
-impl KvCache {
-    /// The kernels, tiles and memory that [`flash_attention_with_kvcache`] would use for these arguments. Runs nothing.
-    ///
-    /// # Errors
-    ///
-    /// The [`AttentionError`] that [`try_flash_attention_with_kvcache`] would return.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Tensor};
-    /// use burn_flash_attention::{FlashAttentionOptions, KvCacheConfig};
-    ///
-    /// let cache = KvCacheConfig::new(1, 2, 16, 8).init(&Device::flex());
-    /// let zeros = |heads| Tensor::<4>::zeros([1, heads, 1, 16], &Device::flex());
-    /// let plan = cache.plan(&zeros(8), &zeros(2), &zeros(2), &FlashAttentionOptions::new())?;
-    /// assert!(plan.to_string().starts_with("host loops"));
-    /// # }
-    /// # Ok::<(), burn_flash_attention::AttentionError>(())
-    /// ```
-    pub fn plan(
-        &self,
-        q: &Tensor<4>,
-        k: &Tensor<4>,
-        v: &Tensor<4>,
-        options: &FlashAttentionOptions,
-    ) -> Result<AttentionPlan, AttentionError> {
-        check_untracked(q, k, v, options)?;
-        let (device, problem) = self.posed(q, k, v, options)?;
-        on_device(device.as_dispatch(), &problem)
-    }
-
-    /// The problem that these arguments pose together with the cache, and the device without autodiff.
-    fn posed(
-        &self,
-        q: &Tensor<4>,
-        k: &Tensor<4>,
-        v: &Tensor<4>,
-        options: &FlashAttentionOptions,
-    ) -> Result<(Device, AttentionProblem), AttentionError> {
-        check_options(options)?;
-        let tensors = self.tensors();
-        let [_, _, new, _] = q.dims();
-        same_device("the cache", &self.device(), &q.device())?;
-        for (argument, tensor, cached) in [("k", k, &tensors.k), ("v", v, &tensors.v)] {
-            let (shape, [batch, heads, _, head_dim]) = (tensor.dims(), cached.dims());
-            let head_dim_of = if argument == "k" { "head_dim" } else { "head_dim_v" };
-            for (dim, expected) in [((0, "batch"), batch), ((1, "num_heads_kv"), heads), ((3, head_dim_of), head_dim)] {
-                agree(argument, &shape, dim, ("the cache", expected))?;
-            }
-            agree(argument, &shape, (2, "seq_k"), ("q", new))?;
-        }
-        if q.dtype() != tensors.k.dtype() {
-            let (dtype, expected) = (tensors.k.dtype().name().to_string(), q.dtype().name().to_string());
-            return Err(AttentionError::MixedDtypes { argument: "the cache", dtype, expected });
-        }
-        self.capacity_for(new)?;
-        let shapes = self.config.shapes(self.len.saturating_add(new));
-        let (device, problem) = posed_over(q, k, v, shapes, options)?;
-        let varies = tensors.seq_lens.is_some() || options.seq_lens_q.is_some();
-        Ok((device, if varies { problem.with_seq_lens_k(&[self.config.batch])? } else { problem }))
-    }
+/// What [`flash_attention_with_kvcache`] would run for these arguments.
+pub(super) fn plan(
+    cache: &impl AttentionCache,
+    q: &Tensor<4>,
+    k: &Tensor<4>,
+    v: &Tensor<4>,
+    options: &FlashAttentionOptions,
+) -> Result<AttentionPlan, AttentionError> {
+    check_untracked(q, k, v, options)?;
+    check_options(options)?;
+    let (device, problem) = cache.posed(q, k, v, options)?;
+    on_device(device.as_dispatch(), &problem)
 }
 
 /// Refuses what has no meaning with a cache.

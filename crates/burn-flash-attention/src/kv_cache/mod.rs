@@ -1,17 +1,36 @@
 //! Key/value caches for decoding.
 
 mod call;
+mod operands;
+mod paged;
 
 pub use call::{
     flash_attention_with_kvcache, flash_attention_with_kvcache_and_lse, try_flash_attention_with_kvcache,
     try_flash_attention_with_kvcache_and_lse,
 };
+pub use paged::{PagedBatch, PagedKvCache, PagedKvCacheConfig, SequenceId};
 
 use crate::checks::{agree, same_device, unwrapped};
+use crate::options::FlashAttentionOptions;
+use crate::plan::AttentionPlan;
 use crate::problem::dtype;
 use burn::config::Config;
 use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Tensor};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, MAX_SEQ};
+
+/// A cache that [`flash_attention_with_kvcache`] appends to: a [`KvCache`], or the [`batch`](PagedKvCache::batch) of a [`PagedKvCache`].
+///
+/// ```
+/// use burn_flash_attention::{AttentionCache, KvCache, PagedBatch};
+///
+/// fn is_cache<C: AttentionCache>() {}
+/// is_cache::<KvCache>();
+/// is_cache::<PagedBatch<'_>>();
+/// ```
+#[allow(private_bounds, reason = "what a call takes from a cache is this crate's own")]
+pub trait AttentionCache: operands::Operands {}
+
+impl AttentionCache for KvCache {}
 
 /// Configuration of a [`KvCache`].
 ///
@@ -374,6 +393,34 @@ impl KvCache {
         };
         (copies.k, copies.v) = (copied(copies.k, k), copied(copies.v, v));
         Ok(Tensors { seq_lens: seq_lens.clone(), ..copies })
+    }
+
+    /// The kernels, tiles and memory that [`flash_attention_with_kvcache`] would use for these arguments. Runs nothing.
+    ///
+    /// # Errors
+    ///
+    /// The [`AttentionError`] that [`try_flash_attention_with_kvcache`] would return.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashAttentionOptions, KvCacheConfig};
+    ///
+    /// let cache = KvCacheConfig::new(1, 2, 16, 8).init(&Device::flex());
+    /// let zeros = |heads| Tensor::<4>::zeros([1, heads, 1, 16], &Device::flex());
+    /// let plan = cache.plan(&zeros(8), &zeros(2), &zeros(2), &FlashAttentionOptions::new())?;
+    /// assert!(plan.to_string().starts_with("host loops"));
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    pub fn plan(
+        &self,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        options: &FlashAttentionOptions,
+    ) -> Result<AttentionPlan, AttentionError> {
+        call::plan(self, q, k, v, options)
     }
 
     /// The lengths of the sequences, for [`restore_lengths`](Self::restore_lengths).

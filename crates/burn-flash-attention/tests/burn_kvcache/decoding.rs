@@ -16,18 +16,18 @@ fn check_steps(data: &Data, target: &Target, steps: &[Step]) {
 }
 
 /// A causal problem of a whole sequence of 41 positions.
-fn problem_of(heads: [usize; 2], dims: [usize; 2], dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
+pub fn problem_of(heads: [usize; 2], dims: [usize; 2], dtype: Dtype, options: AttentionOptions) -> AttentionProblem {
     let options = AttentionOptions { causal: true, ..options };
     problem([3, heads[0], heads[1], 41, 41, dims[0], dims[1]], dtype, options)
 }
 
 /// A prompt, single tokens, and a few tokens at a time.
-fn even() -> Vec<Step> {
+pub fn even() -> Vec<Step> {
     [17, 1, 1, 1, 3, 1, 16, 1].map(Step::Of).to_vec()
 }
 
 /// Prompts of different lengths, one of them empty, single tokens, and as many of three proposed tokens as were accepted.
-fn uneven() -> Vec<Step> {
+pub fn uneven() -> Vec<Step> {
     vec![
         Step::Ragged(vec![17, 9, 0]),
         Step::Of(1),
@@ -40,7 +40,7 @@ fn uneven() -> Vec<Step> {
 }
 
 /// Problems with each option that has a meaning with a cache.
-fn all_problems(dtype: Dtype) -> Vec<AttentionProblem> {
+pub fn all_problems(dtype: Dtype) -> Vec<AttentionProblem> {
     let none = AttentionOptions::default();
     let plain = |options| problem_of([4, 2], [16, 24], dtype, options);
     let whole = [3, 4, 41, 41];

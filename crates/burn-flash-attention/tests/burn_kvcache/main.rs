@@ -5,6 +5,7 @@
 mod common;
 mod decoding;
 mod memory;
+mod paged;
 mod refusals;
 mod sequence;
 mod walks;

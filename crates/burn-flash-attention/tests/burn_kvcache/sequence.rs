@@ -3,7 +3,9 @@
 use crate::cache_of;
 use crate::common::*;
 use burn::tensor::{Bool, Device, Int, Tensor};
-use burn_flash_attention::{FlashAttentionOptions, KvCache, flash_attention_with_kvcache_and_lse};
+use burn_flash_attention::{
+    FlashAttentionOptions, KvCache, PagedKvCache, SequenceId, flash_attention_with_kvcache_and_lse,
+};
 use flash_attention_kernels::AttentionProblem;
 
 /// Positions that a step appends to each sequence.
@@ -33,10 +35,54 @@ impl Step {
     }
 }
 
+/// A cache that steps are appended to.
+pub trait Stepped {
+    /// The output of a step and its log-sum-exp.
+    fn attend(&mut self, qkv: [Tensor<4>; 3], step: &Step, options: FlashAttentionOptions) -> (Tensor<4>, Tensor<3>);
+
+    /// The number of keys that a call with this step has, where sequences have these lengths before.
+    fn seq_k(&self, lens: &[usize], step: &Step) -> usize;
+}
+
+impl Stepped for KvCache {
+    fn attend(&mut self, qkv: [Tensor<4>; 3], step: &Step, options: FlashAttentionOptions) -> (Tensor<4>, Tensor<3>) {
+        let mut options = options;
+        if let Step::Ragged(counts) = step {
+            let counts: Vec<i32> = counts.iter().map(|count| *count as i32).collect();
+            options.seq_lens_q = Some(Tensor::<1, Int>::from_data(counts.as_slice(), &self.device()));
+        }
+        let [q, k, v] = qkv;
+        flash_attention_with_kvcache_and_lse(q, k, v, self, &options)
+    }
+
+    fn seq_k(&self, _lens: &[usize], step: &Step) -> usize {
+        self.max_len() + step.positions()
+    }
+}
+
+/// A paged cache, with the sequences of a run.
+pub struct Paged {
+    pub cache: PagedKvCache,
+    pub sequences: Vec<SequenceId>,
+}
+
+impl Stepped for Paged {
+    fn attend(&mut self, qkv: [Tensor<4>; 3], step: &Step, options: FlashAttentionOptions) -> (Tensor<4>, Tensor<3>) {
+        let counted = self.sequences.iter().enumerate().map(|(b, sequence)| (*sequence, step.count(b)));
+        let [q, k, v] = qkv;
+        let mut batch = self.cache.batch(&counted.collect::<Vec<_>>()).unwrap();
+        flash_attention_with_kvcache_and_lse(q, k, v, &mut batch, &options)
+    }
+
+    fn seq_k(&self, lens: &[usize], step: &Step) -> usize {
+        lens.iter().enumerate().map(|(b, len)| len + step.count(b)).max().unwrap_or(0)
+    }
+}
+
 /// A run over a cache: its lengths, and what it has found for each position, in the layout of the whole problem.
-pub struct Run<'a> {
+pub struct Run<'a, C = KvCache> {
     pub data: &'a Data,
-    pub cache: KvCache,
+    pub cache: C,
     pub lens: Vec<usize>,
     pub found: Results,
     device: Device,
@@ -45,13 +91,19 @@ pub struct Run<'a> {
 impl<'a> Run<'a> {
     /// A run over an empty cache of this capacity.
     pub fn new(data: &'a Data, capacity: usize, device: &Device) -> Self {
+        Run::over(data, cache_of(&data.problem, capacity, device), device)
+    }
+}
+
+impl<'a, C: Stepped> Run<'a, C> {
+    /// A run over a cache whose sequences are empty.
+    pub fn over(data: &'a Data, cache: C, device: &Device) -> Self {
         let problem = &data.problem;
         let found = Results {
             out: vec![f64::NAN; problem.o_shape().iter().product()],
             lse: vec![f64::NAN; problem.rows()],
             ..Results::default()
         };
-        let cache = cache_of(problem, capacity, device);
         Run { data, cache, lens: vec![0; problem.batch], found, device: device.clone() }
     }
 
@@ -71,7 +123,7 @@ impl<'a> Run<'a> {
         };
         let (q, k, v) = (rows(&tensors.q, p.q_shape()), rows(&tensors.k, p.k_shape()), rows(&tensors.v, p.v_shape()));
         let options = self.options(step);
-        let (out, lse) = flash_attention_with_kvcache_and_lse(q, k, v, &mut self.cache, &options);
+        let (out, lse) = self.cache.attend([q, k, v], step, options);
         let (out, lse) = (read(out), read(lse));
         let (heads, dim) = (p.num_heads_q, p.head_dim_v);
         for (b, h, i) in (0..p.batch).flat_map(|b| (0..heads).flat_map(move |h| (0..new).map(move |i| (b, h, i)))) {
@@ -95,7 +147,7 @@ impl<'a> Run<'a> {
         let (p, tensors) = (&self.data.problem, &self.data.tensors);
         let how = How { tracked: Tracked::NONE, ..How::default() };
         let whole = Tensors::new(self.data, &self.device, how).options;
-        let seq_k = self.cache.max_len() + step.positions();
+        let seq_k = self.cache.seq_k(&self.lens, step);
         let floats = |shape: Option<[usize; 4]>, values: Option<&Vec<f64>>, dtype| {
             let (shape, values) = self.rows_of(step, seq_k, shape?, values?);
             Some(tensor::<4>(&values, shape, dtype, &self.device))
@@ -112,10 +164,6 @@ impl<'a> Run<'a> {
         options.bias = floats(p.bias, tensors.bias.as_ref(), p.dtype);
         options.score_tensors = of_functions(p.score_tensors, &tensors.score_tensors);
         options.mask_tensors = of_functions(p.mask_tensors, &tensors.mask_tensors);
-        if let Step::Ragged(counts) = step {
-            let counts: Vec<i32> = counts.iter().map(|count| *count as i32).collect();
-            options.seq_lens_q = Some(Tensor::<1, Int>::from_data(counts.as_slice(), &self.device));
-        }
         options
     }
 

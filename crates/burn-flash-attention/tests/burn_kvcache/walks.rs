@@ -11,11 +11,13 @@ use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
 use flash_attention_reference as reference;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
+/// Keys and values of each position of a sequence: those of all heads, one after the other.
+pub type Sequence = Vec<[Vec<f64>; 2]>;
+
 /// A cache, and what its sequences hold.
 struct Held {
     cache: KvCache,
-    /// Keys and values of each position of each sequence: those of all heads, one after the other.
-    sequences: Vec<Vec<[Vec<f64>; 2]>>,
+    sequences: Vec<Sequence>,
     /// The bound of lengths that the host knows.
     bound: usize,
 }
@@ -26,17 +28,54 @@ impl Held {
     }
 }
 
-/// A walk's sizes and options.
-struct Walk {
-    rng: StdRng,
-    device: Device,
+/// New positions of a batch of sequences.
+pub struct Drawn {
+    /// Batch, heads of q, heads of k and v, head_dim, head_dim_v.
     sizes: [usize; 5],
-    options: AttentionOptions,
+    /// Positions that the tensors hold.
+    new: usize,
+    /// Positions of each sequence, the first ones.
+    pub counts: Vec<usize>,
+    qkv: [Vec<f64>; 3],
+}
+
+impl Drawn {
+    /// Appends the keys and values to what sequences hold.
+    pub fn push(&self, sequences: Vec<&mut Sequence>) {
+        let ([_, _, heads, dim, dim_v], new) = (self.sizes, self.new);
+        let [_, k, v] = &self.qkv;
+        for (b, sequence) in sequences.into_iter().enumerate() {
+            for i in 0..self.counts[b] {
+                let row = |values: &[f64], dim: usize| {
+                    let of_head = |h| ((b * heads + h) * new + i) * dim;
+                    (0..heads).flat_map(|h| values[of_head(h)..of_head(h) + dim].to_vec()).collect::<Vec<_>>()
+                };
+                sequence.push([row(k, dim), row(v, dim_v)]);
+            }
+        }
+    }
+
+    /// The tensors.
+    pub fn tensors(&self, device: &Device) -> [Tensor<4>; 3] {
+        let [batch, heads_q, heads_kv, dim, dim_v] = self.sizes;
+        let shapes =
+            [[batch, heads_q, self.new, dim], [batch, heads_kv, self.new, dim], [batch, heads_kv, self.new, dim_v]];
+        [0, 1, 2].map(|nth| tensor(&self.qkv[nth], shapes[nth], Dtype::F32, device))
+    }
+}
+
+/// A walk's sizes and options.
+pub struct Walk {
+    pub rng: StdRng,
+    pub device: Device,
+    /// Batch, heads of q, heads of k and v, head_dim, head_dim_v.
+    pub sizes: [usize; 5],
+    pub options: AttentionOptions,
     sinks: Option<Vec<f64>>,
 }
 
 impl Walk {
-    fn new(seed: u64, device: &Device) -> Self {
+    pub fn new(seed: u64, device: &Device) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let heads_kv = rng.random_range(1..3);
         let heads_q = heads_kv * rng.random_range(1..5);
@@ -72,41 +111,46 @@ impl Walk {
 
     /// Appends positions, and compares the output with the oracle's.
     fn append(&mut self, held: &mut Held) {
-        let [batch, heads_q, heads_kv, dim, dim_v] = self.sizes;
+        let batch = self.sizes[0];
         let new = if self.rng.random_bool(0.7) { 1 } else { self.rng.random_range(1..9) };
-        let counts: Option<Vec<usize>> =
-            self.rng.random_bool(0.4).then(|| (0..batch).map(|_| self.rng.random_range(0..=new)).collect());
-        let count = |b: usize| counts.as_ref().map_or(new, |counts| counts[b]);
-        let q = self.normal(batch * heads_q * new * dim);
-        let [k, v] = [dim, dim_v].map(|dim| self.normal(batch * heads_kv * new * dim));
-        for (b, i) in (0..batch).flat_map(|b| (0..count(b)).map(move |i| (b, i))) {
-            let row = |values: &[f64], dim: usize| {
-                let of_head = |h| ((b * heads_kv + h) * new + i) * dim;
-                (0..heads_kv).flat_map(|h| values[of_head(h)..of_head(h) + dim].to_vec()).collect::<Vec<_>>()
-            };
-            held.sequences[b].push([row(&k, dim), row(&v, dim_v)]);
-        }
+        let padded = self.rng.random_bool(0.4);
+        let counts = (0..batch).map(|_| if padded { self.rng.random_range(0..=new) } else { new }).collect();
+        let drawn = self.draw(new, counts);
+        drawn.push(held.sequences.iter_mut().collect());
         held.bound += new;
-
-        let mut options = FlashAttentionOptions::from(self.options);
-        options.sinks = self.sinks.as_ref().map(|sinks| tensor(sinks, [heads_q], Dtype::F32, &self.device));
-        options.seq_lens_q = counts.as_ref().map(|counts| {
-            let counts: Vec<i32> = counts.iter().map(|count| *count as i32).collect();
+        let mut options = self.options();
+        options.seq_lens_q = padded.then(|| {
+            let counts: Vec<i32> = drawn.counts.iter().map(|count| *count as i32).collect();
             Tensor::<1, Int>::from_data(counts.as_slice(), &self.device)
         });
-        let floats = |values: &[f64], shape| tensor::<4>(values, shape, Dtype::F32, &self.device);
-        let (out, lse) = flash_attention_with_kvcache_and_lse(
-            floats(&q, [batch, heads_q, new, dim]),
-            floats(&k, [batch, heads_kv, new, dim]),
-            floats(&v, [batch, heads_kv, new, dim_v]),
-            &mut held.cache,
-            &options,
-        );
-        let (out, lse) = (read(out), read(lse));
+        let [q, k, v] = drawn.tensors(&self.device);
+        let (out, lse) = flash_attention_with_kvcache_and_lse(q, k, v, &mut held.cache, &options);
+        self.judge(&drawn, &held.sequences.iter().collect::<Vec<_>>(), (out, lse));
+    }
 
-        // Each sequence by itself, over as many keys as it has.
-        for b in 0..batch {
-            let (rows, keys) = (count(b), &held.sequences[b]);
+    /// Queries, keys and values of new positions.
+    pub fn draw(&mut self, new: usize, counts: Vec<usize>) -> Drawn {
+        let [_, heads_q, heads_kv, dim, dim_v] = self.sizes;
+        let batch = counts.len();
+        let q = self.normal(batch * heads_q * new * dim);
+        let [k, v] = [dim, dim_v].map(|dim| self.normal(batch * heads_kv * new * dim));
+        Drawn { sizes: [batch, heads_q, heads_kv, dim, dim_v], new, counts, qkv: [q, k, v] }
+    }
+
+    /// The options of all calls.
+    pub fn options(&self) -> FlashAttentionOptions {
+        let mut options = FlashAttentionOptions::from(self.options);
+        options.sinks = self.sinks.as_ref().map(|sinks| tensor(sinks, [self.sizes[1]], Dtype::F32, &self.device));
+        options
+    }
+
+    /// Compares an output with the oracle's: each sequence by itself, over as many keys as it has.
+    pub fn judge(&self, drawn: &Drawn, sequences: &[&Sequence], (out, lse): (Tensor<4>, Tensor<3>)) {
+        let (out, lse) = (read(out), read(lse));
+        let Drawn { sizes: [_, heads_q, heads_kv, dim, dim_v], new, counts, qkv: [q, ..] } = drawn;
+        let (heads_q, heads_kv, dim, dim_v) = (*heads_q, *heads_kv, *dim, *dim_v);
+        for (b, keys) in sequences.iter().enumerate() {
+            let rows = counts[b];
             let [shape_q, shape_k, shape_v] =
                 [[1, heads_q, rows, dim], [1, heads_kv, keys.len(), dim], [1, heads_kv, keys.len(), dim_v]];
             let problem = AttentionProblem::new(&shape_q, &shape_k, &shape_v, Dtype::F32, self.options).unwrap();
@@ -212,15 +256,20 @@ fn number(variable: &str, default: u64) -> u64 {
     value.map_or(default, |value| value.parse().unwrap_or_else(|_| panic!("{variable} is {value}, which is no number")))
 }
 
-#[test]
-fn random_walks() {
+/// Walks of 50 steps on each device, as many as the variables ask for.
+pub fn walks(walk: impl Fn(Walk, usize)) {
     const STEPS_OF_WALK: u64 = 50;
     for target in targets() {
         let steps = number("FLASH_WALK_STEPS", if target.name == "flex" { 1000 } else { 150 });
         let first = number("FLASH_WALK_SEED", 1);
         for seed in first..first + steps.div_ceil(STEPS_OF_WALK) {
             println!("a walk on {} with FLASH_WALK_SEED={seed} FLASH_WALK_STEPS={STEPS_OF_WALK}", target.name);
-            Walk::new(seed, &target.device).walk(STEPS_OF_WALK as usize);
+            walk(Walk::new(seed, &target.device), STEPS_OF_WALK as usize);
         }
     }
+}
+
+#[test]
+fn random_walks() {
+    walks(|mut walk, steps| walk.walk(steps));
 }

@@ -89,6 +89,12 @@ impl Line {
             problem.block_mask = Some(BlockMask { blocks, block_q, block_k });
         }
         problem.validate().map_err(|error| error.to_string())?;
+        if let Some(page_size) = self.parsed::<usize>("page")? {
+            // The pages that are needed, and one that is not.
+            problem
+                .with_page_table(&[b, sk.div_ceil(page_size.max(1)) + 1], 1, page_size)
+                .map_err(|error| error.to_string())?;
+        }
         Ok(problem)
     }
 
@@ -194,6 +200,7 @@ impl Line {
             wanted: ["q", "k", "v", "b", "a", "s", "t"].map(|letter| grads.contains(letter)),
             fused: self.text("order").is_some_and(|order| order != "fixed"),
             splits: self.number("splits", 1)?,
+            page_size: self.parsed("page")?,
             tuned: false,
             problem: p,
             ..Case::new([0, 0, 0, 0, 0, 1, 1], Dtype::F32, AttentionOptions::default())

@@ -125,6 +125,9 @@ impl Source {
             line.set("blocks", pick(random, &["11", "1h", "b1", "bh"]));
             line.set("block_size", pick(random, &["128,128", "128,128", "256,128", "128,256"]));
         }
+        if line.text("cu_q").is_none() && random.random_bool(0.2) {
+            line.set("page", pick(random, &["16", "32", "64", "128", "256"]));
+        }
         if random.random_bool(0.4) {
             line.set("order", pick(random, &["turns", "fast"]));
             if random.random_bool(0.5) {

@@ -434,13 +434,17 @@ impl Case {
         };
         let kernel = ran.kernel();
         let few = self.tiles.is_none() && p.group_size() * p.seq_q <= 64 && p.seq_k >= 256;
-        // Hopper's kernel reads no pages either.
-        let decoding = few && p.options.dropout == 0.0 && p.block_mask.is_none() || self.page_size.is_some();
+        let decoding = few && p.options.dropout == 0.0 && p.block_mask.is_none();
         match self.tiles {
             Some((forced, _)) => assert_eq!(kernel, forced.kernel(), "{p:?}"),
+            // Hopper's kernel reads no pages, and that of `mma.sync` only whole vectors.
+            None if self.page_size.is_some() => {}
             None => lanes::assert_kernel(kernel, dtype, decoding),
         }
-        let of_gradients = lanes::kernel_of_gradients(kernel, dtype, decoding);
+        let of_gradients = match self.page_size {
+            Some(_) if self.tiles.is_none() => self.plan(client)?.backward.dq.kernel(),
+            _ => lanes::kernel_of_gradients(kernel, dtype, decoding),
+        };
 
         let dlse = self
             .dlse

@@ -3,8 +3,8 @@
 use crate::common::*;
 use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Dtype, Inputs, TensorView, append_to_cache,
-    backward, copy_cache_pages, forward, plan_with,
+    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Dtype, Inputs, Kernel, TensorView,
+    append_to_cache, backward, copy_cache_pages, forward, plan_with,
 };
 use flash_attention_reference::mods::Alibi;
 
@@ -48,6 +48,9 @@ fn pages_change_no_bit() {
     }
     for paged in cases() {
         let ran = paged.run(&client).unwrap();
+        if lanes::device() == "cuda" && forced_kernel(paged.problem.dtype).is_none() {
+            assert_eq!(ran.forward.kernel(), Kernel::Mma, "{:?}", paged.problem);
+        }
         let backward = plan_with(&client, &paged.problem, ran.forward.kernel()).unwrap().backward;
         let contiguous = Case { page_size: None, tiles: Some((ran.forward, backward)), ..paged.clone() };
         let other = contiguous.run(&client).unwrap();
@@ -66,6 +69,12 @@ fn block_masks_and_functions_over_pages() {
             .with_block_mask([1, 1, 2, 3], [128, 128], vec![0, 2, 1, 1, 0, 2])
             .with_pages(64),
     ]);
+}
+
+/// Rows that are no whole vectors. The kernel of `mma.sync` would need a copy of all pages, and leaves them to another one.
+#[test]
+fn odd_rows_in_pages() {
+    all([Case::new([2, 2, 1, 3, 70, 5, 18], Dtype::F32, causal()).with_seq_lens_k(&[70, 20]).with_pages(16)]);
 }
 
 /// A value that is not finite reaches the row that sees it and no other one, which kernels of tensor cores compute again by itself.
