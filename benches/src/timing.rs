@@ -109,7 +109,12 @@ pub fn replayed_time(work: &mut (impl Work + ?Sized), sets: usize) -> Result<Sam
 
 /// A graph of the first `calls` calls.
 fn record(work: &mut (impl Work + ?Sized), client: &Client, calls: usize) -> Result<Graph, Error> {
-    let refused = |error: ServerError| Error::Other(format!("no graph: {error}"));
+    // The message without a backtrace, in one line.
+    let refused = |error: ServerError| {
+        let text = error.to_string();
+        let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Backtrace"));
+        Error::Other(format!("no graph: {}", lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")))
+    };
     // The same calls leave the memory that they need in the pools: nothing is allocated while they are recorded.
     client.graph_prepare().map_err(refused)?;
     (0..calls).try_for_each(|turn| work.call(turn))?;
