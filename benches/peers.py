@@ -1,11 +1,12 @@
 """Times PyTorch's attentions on the first CUDA device, by the rules of src/timing.rs.
 
-Reads a question a line as JSON, as src/peers.rs writes it: {"impl", "case", "pass"}, or null for a product of matrices. Prints
+Reads a question a line as JSON, as src/peers.rs writes it: {"impl", "case", "pass"}, or the name of one of ROOFS. Prints
 versions first, then for each question {"answer", "last"}: null where the implementation has no such mathematics, and the last one
 where the GPU did not survive it. Exits with 3 where there is no PyTorch or no GPU.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -27,11 +28,15 @@ if not torch.cuda.is_available():
 
 # The numbers of src/timing.rs and src/implementations/mod.rs.
 WARM_UP_S, SAMPLE_MS, SAMPLES, LEAST, BUDGET_S, SLOW_MS, VERY_SLOW_MS = 0.2, 20, 20, 3, 1.5, 1e3, 5e3
-CACHE_BYTES, SOFTCAP, DROPOUT = 256e6, 20.0, 0.1
+MOST_CALLS, CACHE_BYTES, SETS, SETS_OF_DECODING, SOFTCAP, DROPOUT = 200, 256e6, 8, 512, 20.0, 0.1
 # How many scores in f64 are in memory at a time, and how far apart two ways to compute in f64 may be.
 SCORES, SAME = 1 << 26, 1e-6
 # Those of src/case.rs.
-DOCUMENTS, BLOCK = [20, 1, 9, 3, 14, 2, 7, 8], 128
+DOCUMENTS, BLOCK, DECODING = [20, 1, 9, 3, 14, 2, 7, 8], 128, 16
+# That of src/peers.rs.
+COPY_BYTES = 2 << 30
+# The words of src/timing.rs.
+WITH_LAUNCHES = "with launches"
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -68,30 +73,99 @@ def synchronized_ms(call):
     return (time.perf_counter() - start) * 1e3
 
 
-def device_time(call):
-    """Median and fifths of the device's time of one call, in milliseconds."""
+def device_ms(start):
+    """Milliseconds between two events of the device, around what `start` starts."""
+    first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    start()
+    second.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(second)
+
+
+def warm_up(call):
+    """Calls until everything is compiled and the clocks are high: milliseconds of a call, and the number of calls of a sample."""
     last = synchronized_ms(lambda: call(0))
     if last < SLOW_MS:
         last = synchronized_ms(lambda: call(0))
-    batch = min(max(int(SAMPLE_MS / last), 1), 200)
+    batch = min(max(int(SAMPLE_MS / last), 1), MOST_CALLS)
     start = time.perf_counter()
     while last < SLOW_MS and time.perf_counter() - start < WARM_UP_S:
         for turn in range(batch):
             call(turn)
         torch.cuda.synchronize()
-    samples, turn, start = [], 0, time.perf_counter()
+    return last, batch
+
+
+def quantiles(start, calls, last):
+    """Median and fifths of the device's time of one call, in milliseconds. `start` starts so many; one takes about `last`."""
+    samples, begin = [], time.perf_counter()
     least = LEAST if last < VERY_SLOW_MS else 1
-    while len(samples) < least or len(samples) < SAMPLES and time.perf_counter() - start < BUDGET_S:
-        first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(batch):
-            call(turn)
-            turn += 1
-        second.record()
-        torch.cuda.synchronize()
-        samples.append(first.elapsed_time(second) / batch)
+    while len(samples) < least or len(samples) < SAMPLES and time.perf_counter() - begin < BUDGET_S:
+        samples.append(device_ms(start) / calls)
     samples.sort()
     return [samples[round((len(samples) - 1) * fraction)] for fraction in (0.5, 0.2, 0.8)]
+
+
+def device_time(call):
+    """Median and fifths of the device's time of one call, in milliseconds."""
+    last, batch = warm_up(call)
+    turns = itertools.count()
+
+    def start():
+        for _ in range(batch):
+            call(next(turns))
+
+    return quantiles(start, batch, last)
+
+
+def record(call, calls):
+    """A CUDA graph of so many calls, and the result of its first one, which is computed when the graph is replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # What libraries allocate for a stream is allocated before anything is recorded.
+        call(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = call(0)
+        for turn in range(1, calls):
+            call(turn)
+    return graph, result
+
+
+def replayed_time(call, sets, is_right):
+    """Like device_time, of calls that a CUDA graph repeats: the host launches the graph and none of its calls."""
+    _, batch = warm_up(call)
+    calls = -(-batch // sets) * sets
+    graph, result = record(call, calls)
+    # Only a replay can replace it.
+    result.fill_(math.nan)
+    graph.replay()
+    once = device_ms(graph.replay)
+    if not is_right(result):
+        raise RuntimeError("the graph's results differ from those of its calls")
+    replays = min(max(int(SAMPLE_MS / once), 1), MOST_CALLS)
+
+    def start():
+        for _ in range(replays):
+            graph.replay()
+
+    return quantiles(start, replays * calls, once)
+
+
+def time_of_step(call, sets, is_right):
+    """replayed_time, or device_time with a note where the calls cannot be recorded."""
+    try:
+        return {"time_ms": replayed_time(call, sets, is_right)}
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        return {"time_ms": device_time(call), "note": f"{WITH_LAUNCHES}: {first_line(error)}"}
+
+
+def first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def error_of_blocks(found, right, blocks):
@@ -141,7 +215,11 @@ class Case:
         self.scale = 1 / math.sqrt(self.head_dim)
         rows_q, rows_k = self.batch * self.heads_q * self.seq_q, self.batch * self.heads_kv * self.seq_k
         size = (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * DTYPES[self.dtype].itemsize
-        self.sets = min(max(int(CACHE_BYTES / size), 1), 8)
+        self.sets = min(max(int(CACHE_BYTES / size), 1), SETS_OF_DECODING if self.is_decoding() else SETS)
+
+    def is_decoding(self):
+        """Whether a forward is a decoding step, whose time depends on the bytes of its cache: as in src/case.rs."""
+        return self.kind == "none" and self.seq_q <= DECODING and self.seq_q < self.seq_k
 
     def inputs(self):
         def normal(*shape):
@@ -412,7 +490,15 @@ def one(case, attention, which, deterministic):
             return torch.autograd.grad(saved[n], sets[n][0], sets[n][1], retain_graph=True)
 
     with order(deterministic):
-        return answer | {"time_ms": device_time(call)}
+        if backward or not case.is_decoding():
+            return answer | {"time_ms": device_time(call)}
+
+        def is_right(o):
+            return judge.worst(case.errors(*sets[0], o, None).values()) <= max(error, judge.BOUNDS[case.dtype])
+
+        timed = time_of_step(call, len(sets), is_right)
+        notes = [note for note in (answer["note"], timed.get("note")) if note]
+        return answer | timed | {"note": "; ".join(notes)}
 
 
 def matmul():
@@ -421,6 +507,20 @@ def matmul():
     times = device_time(lambda turn: a @ b)
     flops = 2 * 8192**3 / times[0] / 1e9
     return {"device": torch.cuda.get_device_name(), "kernel": "8192³", "time_ms": times, "tflops": flops, "note": ""}
+
+
+def copy():
+    """The time of a copy within the device's memory: the roofline of decoding. A call takes much longer than its launch."""
+    source = torch.randn(COPY_BYTES // 2, device="cuda", dtype=torch.bfloat16)
+    target = torch.zeros_like(source)
+    times = device_time(lambda turn: target.copy_(source))
+    note = "" if torch.equal(source, target) else "wrong result"
+    answer = {"device": torch.cuda.get_device_name(), "kernel": f"{COPY_BYTES >> 30} GiB", "note": note}
+    return answer if note else answer | {"time_ms": times}
+
+
+# What is measured of the device itself, by name.
+ROOFS = {"matmul": matmul, "copy": copy}
 
 
 def say(answer, last=False):
@@ -436,8 +536,7 @@ def answer_to(case, name, which):
     except torch.OutOfMemoryError:
         return answer | {"note": "out of memory"}
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return answer | {"note": "not supported: " + lines[0][:120]}
+        return answer | {"note": "not supported: " + first_line(error)}
 
 
 def survives():
@@ -453,8 +552,9 @@ def main():
     print(json.dumps({"version": torch.__version__, "cudnn": torch.backends.cudnn.version()}), flush=True)
     for line in sys.stdin:
         question = json.loads(line)
-        if question is None:
-            say(matmul())
+        if isinstance(question, str):
+            say(ROOFS[question]())
+            torch.cuda.empty_cache()
             continue
         torch.manual_seed(0)
         # What was compiled for problems before must not count.

@@ -313,6 +313,11 @@ impl Case {
         }
     }
 
+    /// Whether a forward of the problem is a [decoding step](is_decoding).
+    pub fn is_decoding(&self) -> bool {
+        is_decoding(self.seq_q, self.seq_k, &self.variant.to_string())
+    }
+
     /// Bytes of `q`, `k`, `v` and the output.
     pub fn bytes(&self) -> usize {
         let heads = [self.heads_q, self.heads_kv];
@@ -333,9 +338,14 @@ pub fn bytes_read_once(batch: usize, heads: [usize; 2], seqs: [usize; 2], dims: 
     batch * rows * (dims[0] + dims[1]) * size
 }
 
-/// Largest number of queries for which a forward counts as a decoding step. The time of a decoding step depends on the bytes of its cache
-/// and not on its operations.
+/// Largest number of queries for which a forward counts as a decoding step.
 pub const DECODING: usize = 16;
+
+/// Whether a forward of these numbers of queries and keys, with this variant by name, is a decoding step. The time of a decoding step
+/// depends on the bytes of its cache and not on its operations, so it is measured without launches and reported in GB/s.
+pub fn is_decoding(seq_q: usize, seq_k: usize, variant: &str) -> bool {
+    seq_q <= DECODING && seq_q < seq_k && variant == "none"
+}
 
 /// Separator that [`Case::variant_name`] puts before a head dimension of values that differs from that of queries and keys.
 const HEAD_DIM_V: &str = ", head_dim_v ";

@@ -2,6 +2,7 @@
 
 use crate::case::{Case, Pass, Variant};
 use crate::error::Error;
+use crate::results::{COPY, MATMUL};
 use crate::worker::Answer;
 use flash_attention_kernels::Dtype;
 use serde::{Deserialize, Serialize};
@@ -18,12 +19,47 @@ const SCRIPTS: [(&str, &str); 2] =
 /// Names of PyTorch's implementations.
 pub const NAMES: [&str; 5] = ["cudnn", "flash2", "flash2-deterministic", "memeff", "flex"];
 
+/// A measurement of the device itself, with which rates of attention are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Roof {
+    /// A product of two bf16 matrices of 8192 × 8192.
+    Matmul,
+    /// A copy of 2 GiB within the device's memory.
+    Copy,
+}
+
+impl Roof {
+    /// Roofs for these problems: a copy for decoding steps, a product of matrices for all others.
+    pub fn of(cases: &[Case]) -> Vec<Roof> {
+        let roof = |case: &Case| if case.is_decoding() { Roof::Copy } else { Roof::Matmul };
+        let roofs: Vec<Roof> = cases.iter().map(roof).collect();
+        [Roof::Matmul, Roof::Copy].into_iter().filter(|roof| roofs.contains(roof)).collect()
+    }
+
+    /// Name in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Roof::Matmul => MATMUL,
+            Roof::Copy => COPY,
+        }
+    }
+
+    /// Sizes in results: the matrices, or the tensor that is copied.
+    pub fn case(self) -> Case {
+        match self {
+            Roof::Matmul => Case::new(Dtype::BF16, [1, 1, 8192, 8192], false),
+            Roof::Copy => Case::new(Dtype::BF16, [1, 1, 1 << 23, 128], false),
+        }
+    }
+}
+
 /// A request to the process, as a line of JSON.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(crate) enum Request<'a> {
-    /// The rate of a product of matrices.
-    Matmul,
+    /// A measurement of the device itself.
+    Roof(Roof),
     /// One pass of one implementation over one problem.
     Attention { r#impl: &'a str, case: &'a Case, pass: Pass },
 }
@@ -220,7 +256,18 @@ mod tests {
         let text: serde_json::Value = serde_json::to_value(&request).unwrap();
         assert_eq!((text["impl"].as_str(), text["pass"].as_str()), (Some("flex"), Some("both")));
         assert_eq!((text["case"]["heads_kv"].as_u64(), text["case"]["variant"].as_str()), (Some(2), Some("none")));
-        assert_eq!(serde_json::to_value(Request::Matmul).unwrap(), serde_json::Value::Null);
+        assert_eq!(serde_json::to_value(Request::Roof(Roof::Copy)).unwrap(), "copy");
+    }
+
+    #[test]
+    fn roofs_are_those_of_the_problems() {
+        let all = Case::new(Dtype::BF16, [1, 8, 64, 32], true);
+        let step = Case { seq_q: 1, causal: false, ..all };
+        assert_eq!(Roof::of(&[step, step]), [Roof::Copy]);
+        assert_eq!(Roof::of(&[step, all]), [Roof::Matmul, Roof::Copy]);
+        assert_eq!(Roof::of(&[]), []);
+        // What peers.py copies.
+        assert_eq!(Roof::Copy.case().bytes(), 4 << 31);
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub(crate) struct Picture {
 }
 
 /// All charts in documents that are drawn from results.
-pub(crate) const PICTURES: [Picture; 3] = [
+pub(crate) const PICTURES: [Picture; 4] = [
     Picture {
         document: "h200.svg",
         results: "h200-cuda",
@@ -70,6 +70,12 @@ pub(crate) const PICTURES: [Picture; 3] = [
         document: "variants.svg",
         results: "variants-cuda",
         picture: "bf16-4-16-4096-128-causal-variants.svg",
+        stale: false,
+    },
+    Picture {
+        document: "decode.svg",
+        results: "decode-cuda",
+        picture: "bf16-b-32-8-1-s-128-full-rate.svg",
         stale: false,
     },
     Picture { document: "memory.svg", results: "lengths-cuda", picture: "f32-1-8-s-64-causal-peak.svg", stale: false },
@@ -123,7 +129,7 @@ pub(crate) fn steps() -> Vec<Step> {
                 &["cudnn", "flash2", "flash2-deterministic", "flex"],
             ),
         ),
-        time("decode-cuda", Cuda, beside(work(Set::Decode, all, &[Ours], FORWARD), &["cudnn", "flash2"])),
+        time("decode-cuda", Cuda, beside(work(Set::Decode, all, &[Ours], FORWARD), &["cudnn", "flash2", "flex"])),
         time("variants-cuda", Cuda, beside(work(Set::Variants, shown_variant, &[Ours, Composed], PARTS), &[])),
         time("lengths-cuda", Cuda, work(Set::Lengths, all, &[Ours, Composed], &[Pass::Autodiff])),
         Step { name: "h200-cuda", device: Cuda, what: What::Memory(work(Set::H200, middle, &[Ours, OursFast], WHOLE)) },

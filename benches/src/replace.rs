@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::publish::PROGRAMS;
 use crate::published::TRAINING;
 use crate::report::found;
-use crate::results::{self, Accuracy, Call, Memory, Record, Timing};
+use crate::results::{self, Accuracy, COPY, Call, MATMUL, Memory, Record, Timing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -77,8 +77,8 @@ macro_rules! about {
     ($($row:ty),*) => {$(
         impl About for $row {
             fn about(&self) -> String {
-                // Each run measures its own matrix product, which its rates are compared with.
-                let run = if self.r#impl == "matmul" { &self.run } else { "" };
+                // Each run measures its own rooflines, which its rates are compared with.
+                let run = if [MATMUL, COPY].contains(&self.r#impl.as_str()) { &self.run } else { "" };
                 format!("{} {} {run}", crate::session::key_of!(self), self.kernel)
             }
         }

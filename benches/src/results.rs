@@ -11,7 +11,7 @@
 //!
 //! Values that were not measured are empty. All rows of one `run` were measured together, on one device.
 
-use crate::case::{DECODING, bytes_read_once, parse_variant};
+use crate::case::{bytes_read_once, is_decoding, parse_variant};
 use crate::error::Error;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -61,7 +61,8 @@ record! {
         /// `cuda`, `vulkan` (SPIR-V), `wgpu` (WGSL), or `torch` and its version.
         runtime: String,
         /// `ours`, `ours-fast` (with the fastest order of sums in the backward), `burn`, `composed`, `cudnn`, `flash2`,
-        /// `flash2-deterministic` (with a fixed order of sums in the backward), `memeff`, `flex` or `matmul`.
+        /// `flash2-deterministic` (with a fixed order of sums in the backward), `memeff` or `flex`; or, of the device itself, `matmul`
+        /// (a product of matrices) or `copy` (of a tensor `[batch, heads_q, seq_q, head_dim]`).
         r#impl: String,
         /// The kernel that ran.
         kernel: String,
@@ -133,7 +134,8 @@ record! {
         host_us: Option<f64>,
         /// Largest error against the oracle over the results of the pass, as in [`Accuracy`].
         error: Option<f64>,
-        /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`; or that an error is not confirmed to be wrong.
+        /// Why there is no time: `out of memory`, `wrong result`, `not supported: …`; or that an error is not confirmed to be wrong, or
+        /// that the time of a decoding step is one `with launches`, and why.
         note: String,
     }
 }
@@ -234,16 +236,36 @@ record! {
     }
 }
 
+/// Implementation of a row that timed a product of matrices.
+pub const MATMUL: &str = "matmul";
+/// Implementation of a row that timed a copy within the device's memory.
+pub const COPY: &str = "copy";
+
 impl Timing {
     /// Bandwidth of a decoding step in gigabytes per second: the bytes of `q`, `k`, `v` and `o`, each number once ([`bytes_read_once`]),
-    /// divided by the median. `None` for other passes.
+    /// divided by the median. For a copy, the bytes that it reads and writes. `None` for other passes.
     pub fn gigabytes_per_second(&self) -> Option<f64> {
-        let (variant, head_dim_v) = parse_variant(&self.variant, self.head_dim);
         let size = [("f32", 4), ("f16", 2), ("bf16", 2)].into_iter().find(|(name, _)| *name == self.dtype)?.1;
-        let heads = [self.heads_q, self.heads_kv];
-        let bytes = bytes_read_once(self.batch, heads, [self.seq_q, self.seq_k], [self.head_dim, head_dim_v], size);
-        let decodes = self.seq_q <= DECODING && self.seq_k > self.seq_q && self.pass == "forward" && variant == "none";
-        self.median_ms.filter(|_| decodes).map(|ms| bytes as f64 / ms / 1e6)
+        let bytes = if self.r#impl == COPY {
+            2 * self.batch * self.heads_q * self.seq_q * self.head_dim * size
+        } else if self.is_decoding() {
+            let dims = [self.head_dim, parse_variant(&self.variant, self.head_dim).1];
+            bytes_read_once(self.batch, [self.heads_q, self.heads_kv], [self.seq_q, self.seq_k], dims, size)
+        } else {
+            return None;
+        };
+        self.median_ms.map(|ms| bytes as f64 / ms / 1e6)
+    }
+
+    /// Whether the row times a [decoding step](is_decoding).
+    pub fn is_decoding(&self) -> bool {
+        let (variant, _) = parse_variant(&self.variant, self.head_dim);
+        self.pass == "forward" && is_decoding(self.seq_q, self.seq_k, variant)
+    }
+
+    /// Whether the row times the device itself and not attention.
+    pub fn is_roof(&self) -> bool {
+        [MATMUL, COPY].contains(&self.r#impl.as_str())
     }
 }
 

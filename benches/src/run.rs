@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::implementations::Implementation;
 use crate::oracle::Errors;
 use crate::problems::{Problems, named};
-use crate::results::{self, Accuracy, Call, Timing};
+use crate::results::{self, Accuracy, COPY, Call, Timing};
 use crate::session::{Done, Output, Session, Work};
 use crate::worker::Answer;
 use flash_attention_kernels::Kernel;
@@ -79,7 +79,7 @@ pub(crate) struct Rows {
 /// Converts the result of a worker or a peer to rows.
 pub(crate) fn rows(run: &Run, implementation: &str, case: &Case, pass: Pass, answer: &Answer) -> Result<Rows, Error> {
     let tflops = match (answer.tflops, answer.time_ms) {
-        (None, Some([median, ..])) => Some(case.flops(pass)? / median / 1e9),
+        (None, Some([median, ..])) if implementation != COPY => Some(case.flops(pass)? / median / 1e9),
         (given, _) => given,
     };
     let timing = Timing {

@@ -6,11 +6,11 @@ use crate::child;
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Implementation;
-use crate::peers::{Peers, Reply, Request};
+use crate::peers::{Peers, Reply, Request, Roof};
 use crate::results::{self, Accuracy, Call, Timing};
 use crate::run::{Rows, Run, rows};
 use crate::worker::Job;
-use flash_attention_kernels::{Dtype, Kernel};
+use flash_attention_kernels::Kernel;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -144,7 +144,7 @@ impl Session {
 
     /// Times what is not done yet, and returns the number of rows for which no time was left.
     pub fn time(&mut self, work: &Work, out: &mut Output, done: &Done) -> Result<usize, Error> {
-        let (mut left, mut roof) = (0, false);
+        let (mut left, mut roofs) = (0, Roof::of(&work.cases));
         self.next_step();
         for case in &work.cases {
             for (implementation, pass) in work.calls(case) {
@@ -153,7 +153,7 @@ impl Session {
                 }
                 out.bar.inc(1);
             }
-            left += self.time_peers(work, case, out, done, &mut roof)?;
+            left += self.time_peers(work, case, out, done, &mut roofs)?;
             out.bar.inc(u64::from(work.peers.is_some()));
         }
         Ok(left)
@@ -180,15 +180,15 @@ impl Session {
         Ok(true)
     }
 
-    /// Times PyTorch's rows of a problem that are not done yet, and returns the number for which no time was left. The first row of a
-    /// session is the matrix product for their roofline.
+    /// Times PyTorch's rows of a problem that are not done yet, and returns the number for which no time was left. The first rows of a
+    /// session are their rooflines.
     fn time_peers(
         &mut self,
         work: &Work,
         case: &Case,
         out: &mut Output,
         done: &Done,
-        roof: &mut bool,
+        roofs: &mut Vec<Roof>,
     ) -> Result<usize, Error> {
         let mut items = work.asked(case);
         items.retain(|(name, pass)| !done.contains(&key(name, *pass, case)));
@@ -209,8 +209,8 @@ impl Session {
                 },
             };
             let run = Run { runtime: peers.runtime.clone(), ..self.run.clone() };
-            let (what, of) = if *roof { (name, Some(case)) } else { ("matmul", None) };
-            let request = if *roof { Request::Attention { r#impl: name, case, pass } } else { Request::Matmul };
+            let roof = roofs.first().copied();
+            let request = roof.map_or(Request::Attention { r#impl: name, case, pass }, Request::Roof);
             let reply = peers.ask(&request, work.limit, self.until)?;
             if peers.is_gone() {
                 self.peers = None;
@@ -218,15 +218,16 @@ impl Session {
             match reply {
                 Reply::TimeUp => return Ok(items.len()),
                 Reply::None => {}
-                Reply::Timed(answer) => {
-                    let matmul = Case::new(Dtype::BF16, [1, 1, 8192, 8192], false);
-                    let pass = if of.is_some() { pass } else { Pass::Forward };
-                    out.add(rows(&run, what, of.unwrap_or(&matmul), pass, &answer)?, of)?;
-                }
+                Reply::Timed(answer) => match roof {
+                    None => out.add(rows(&run, name, case, pass, &answer)?, Some(case))?,
+                    Some(roof) => out.add(rows(&run, roof.name(), &roof.case(), Pass::Forward, &answer)?, None)?,
+                },
             }
             self.took(start);
-            if std::mem::replace(roof, true) {
-                items.remove(0);
+            // Rooflines come first.
+            match roof {
+                Some(_) => drop(roofs.remove(0)),
+                None => drop(items.remove(0)),
             }
         }
         Ok(0)

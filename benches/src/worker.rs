@@ -7,10 +7,10 @@ use crate::case::{Case, Pass};
 use crate::data::Data;
 use crate::device::DeviceName;
 use crate::error::Error;
-use crate::implementations::{Implementation, input_sets, prepare};
+use crate::implementations::{Implementation, Prepared, input_sets, prepare};
 use crate::judge::{self, Verdict};
 use crate::oracle::{Errors, Oracle};
-use crate::timing::{Work, device_time, host_time, once};
+use crate::timing::{Samples, WITH_LAUNCHES, Work, device_time, host_time, once, replayed_time};
 use cubecl::MemoryScope;
 use cubecl::client::Client;
 use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
@@ -175,10 +175,32 @@ fn one(device: &cubecl::Device, job: &Job, data: &[Data]) -> Result<Answer, Erro
         drop(alone);
         start(data)?
     };
-    let samples = device_time(&mut *prepared)?;
+    let samples = if job.pass == Pass::Forward && job.case.is_decoding() {
+        let (samples, note) = step_time(job, &mut *prepared, data)?;
+        let notes = [std::mem::take(&mut answer.note), note.unwrap_or_default()];
+        answer.note = notes.into_iter().filter(|note| !note.is_empty()).collect::<Vec<_>>().join("; ");
+        samples
+    } else {
+        device_time(&mut *prepared)?
+    };
     answer.host_us = Some(host_time(&mut *prepared, samples.median())?);
     answer.time_ms = Some([samples.median(), samples.quantile(0.2), samples.quantile(0.8)]);
     Ok(answer)
+}
+
+/// Time of a decoding step without launches, whose result must be right again; or with launches and the reason, if it cannot be recorded.
+fn step_time(job: &Job, work: &mut dyn Prepared, data: &[Data]) -> Result<(Samples, Option<String>), Error> {
+    let replayed = replayed_time(work, data.len()).and_then(|samples| {
+        let errors = oracle(job, &data[0], 0).errors(&work.results()?);
+        let right = errors.are_right(job.case.dtype, may_round(job, job.implementation));
+        right
+            .then_some(samples)
+            .ok_or_else(|| Error::Other(format!("a graph's relative error is {:.1e}", errors.worst())))
+    });
+    match replayed {
+        Ok(samples) => Ok((samples, None)),
+        Err(why) => Ok((device_time(work)?, Some(format!("{WITH_LAUNCHES}: {why}")))),
+    }
 }
 
 /// Peaks of the bytes in use and of the bytes reserved, over all launches of this call.

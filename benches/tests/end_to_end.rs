@@ -177,7 +177,9 @@ fn shapes_of_the_user_s_own_are_timed() {
         rows.iter().map(|row| [row.heads_q, row.heads_kv, row.seq_q, row.seq_k, row.head_dim]).collect();
     assert_eq!(sizes, [[4, 2, 32, 32, 16], [2, 2, 1, 64, 16]]);
     assert!(rows.iter().all(|row| row.causal && row.dtype == "f32" && row.median_ms.is_some()), "{rows:?}");
-    // The second shape is a decoding step.
+    // The second shape is a decoding step, which is timed without launches.
+    let calls: Vec<Call> = results::read_if_there(directory.path(), "shapes-wgpu").unwrap();
+    assert_eq!(calls.iter().map(|call| call.note.as_str()).collect::<Vec<_>>(), ["", ""]);
     assert_eq!(rows.iter().map(|row| row.gigabytes_per_second().is_some()).collect::<Vec<_>>(), [false, true]);
     assert_eq!((said.matches(" TFLOP/s").count(), said.matches(" GB/s").count()), (1, 1), "{said}");
 }

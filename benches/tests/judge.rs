@@ -1,4 +1,4 @@
-//! The judge of results in Rust and in Python (for PyTorch's results), tested with the same numbers.
+//! The judge of results in Rust and in Python (for PyTorch's results), tested with the same numbers; and the times that Python takes.
 
 use attention_bench::judge::{self, Verdict};
 use flash_attention_kernels::Dtype;
@@ -69,21 +69,30 @@ fn verdicts() {
     }
 }
 
-/// Without python3 the test is skipped. With `REQUIRE_PYTHON=1` it fails.
-#[test]
-fn python_gives_the_same_verdicts() {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/judge_test.py");
-    match Command::new("python3").arg(script).output() {
+/// Runs a script with this number of tests. Without python3 it is skipped. With `REQUIRE_PYTHON=1` that fails.
+fn python(script: &str, tests: usize) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
+    match Command::new("python3").arg(&script).output() {
         Ok(output) => {
             let said = String::from_utf8_lossy(&output.stderr);
-            assert!(output.status.success() && said.contains("Ran 5 tests"), "{said}");
+            assert!(output.status.success() && said.contains(&format!("Ran {tests} tests")), "{said}");
         }
         Err(error) => {
             assert!(
                 std::env::var("REQUIRE_PYTHON").as_deref() != Ok("1"),
                 "REQUIRE_PYTHON=1, but python3 does not start: {error}"
             );
-            eprintln!("skipped: there is no python3 to run judge.py");
+            eprintln!("skipped: there is no python3 to run {}", script.display());
         }
     }
+}
+
+#[test]
+fn python_gives_the_same_verdicts() {
+    python("judge_test.py", 5);
+}
+
+#[test]
+fn peers_are_timed_with_launches_or_without() {
+    python("peers_test.py", 3);
 }

@@ -48,7 +48,7 @@ fn timing(name: &str, pass: &str, seq: usize, ms: Option<f64>) -> Timing {
         date: "2026-11-21".into(),
         commit: "abc1234".into(),
         device: "Chip 1".into(),
-        runtime: if ["cudnn", "flash2", "matmul"].contains(&name) { "torch 2.9.1" } else { "cuda" }.into(),
+        runtime: if ["cudnn", "flash2", "matmul", "copy"].contains(&name) { "torch 2.9.1" } else { "cuda" }.into(),
         r#impl: name.into(),
         kernel: if name == "ours" { "portable" } else { "" }.into(),
         pass: pass.into(),
@@ -575,6 +575,83 @@ fn steps_of_decoding_are_in_gigabytes_a_second() {
     let page = place.page();
     let chart = view(&page, "bf16 [b, 8/2, 1→1000, 64] full", "rate");
     assert!(chart.contains("<li>forward, ours: 4.11 at 4; 8.22 at 8</li>") && says(chart, "GB/s"), "{chart}");
+}
+
+#[test]
+fn decoding_is_drawn_over_keys_beside_a_copy() {
+    let step = |name: &str, batch: usize, seq_k: usize, rate: f64| {
+        let row =
+            Timing { batch, heads_kv: 2, seq_q: 1, seq_k, causal: false, ..timing(name, "forward", 1, Some(1.0)) };
+        // A call takes so long that it has this rate, in GB/s.
+        Timing { median_ms: row.gigabytes_per_second().map(|of_one| of_one / rate), ..row }
+    };
+    // 2³⁰ numbers of two bytes are read and written in 1 ms: 4,295 GB/s.
+    let copy = Timing {
+        batch: 1,
+        heads_q: 1,
+        seq_q: 1 << 23,
+        seq_k: 1 << 23,
+        head_dim: 128,
+        kernel: "2 GiB".into(),
+        tflops: None,
+        ..timing("copy", "forward", 1, Some(1.0))
+    };
+    assert!((copy.gigabytes_per_second().unwrap() - 4294.967).abs() < 1e-3);
+    assert!(copy.is_roof() && !copy.is_decoding());
+    let failed = Timing { median_ms: None, tflops: None, ..step("flash2", 4, 4096, 1.0) };
+    let rows = [
+        step("ours", 1, 1024, 1200.0),
+        step("ours", 1, 4096, 2000.0),
+        step("ours", 4, 1024, 3000.0),
+        step("ours", 4, 4096, 4400.0),
+        step("flash2", 1, 1024, 500.0),
+        step("flash2", 1, 4096, 600.0),
+        failed.clone(),
+    ];
+    let calls = [call(&failed, "not supported: so long"), call(&rows[4], "with launches: no graph")];
+    let place = Place::new().with("paper", &rows).with("paper", &calls).with("paper", &[copy]);
+    let page = place.page();
+    let title = "bf16 [b, 8/2, 1→s, 64] full";
+    let chart = view(&page, title, "rate");
+    let copied = "copy, read and written";
+    assert_eq!(
+        lines_of_panels(chart),
+        [
+            "batch 1, ours",
+            "batch 1, flash2",
+            &format!("batch 1, {copied}"),
+            "batch 4, ours",
+            &format!("batch 4, {copied}")
+        ]
+    );
+    assert!(chart.contains("<li>batch 4, ours: 3,000 at 1k; 4,400 at 4k</li>"), "{chart}");
+    assert!(chart.contains(&format!("<li>batch 4, {copied}: 4,295 at 1k; 4,295 at 4k</li>")), "{chart}");
+    assert!(["batch 1", "batch 4", "keys", "GB/s", "1k", "4k"].iter().all(|text| says(chart, text)), "{chart}");
+    // Reading alone may be faster than copying. A copy has no line where it is what others are divided by.
+    let chart = view(&page, title, "fraction");
+    assert!(chart.contains("<li>batch 4, ours: 69.8% at 1k; 102.4% at 4k</li>") && !says(chart, copied), "{chart}");
+    assert!(page.contains("<li>flash2, batch 4, at keys 4k: not supported: so long</li>"));
+    assert!(place.path("pictures").join("paper-bf16-b-8-2-1-s-64-full-rate.svg").exists());
+
+    fs::write(place.path("README.md"), "<!-- results:paper -->\n<!-- /results -->").unwrap();
+    place.readme(false).unwrap();
+    let text = place.readme_text();
+    assert!(
+        text.contains("percent of the rate of a copy of 2 GiB in the same run, 4,295 GB/s read and written."),
+        "{text}"
+    );
+    let row = "| bf16 [1, 8/2, 1→1024, 64] full | 1,200 GB/s, 28% | 500 GB/s, 12% (with launches) |";
+    assert!(text.contains(row), "{text}");
+
+    // Without a copy in the run there is no percentage.
+    let page = Place::new().with("paper", &rows).page();
+    assert!(views(&page, title, "fraction").is_empty() && page.contains("No copy was timed in this run."));
+    assert!(!says(view(&page, title, "rate"), copied));
+}
+
+/// Panels and labels of the lines of a chart.
+fn lines_of_panels(chart: &str) -> Vec<&str> {
+    chart.split("<li>").skip(1).map(|item| item.split(": ").next().unwrap()).collect()
 }
 
 #[test]

@@ -112,7 +112,9 @@ pub fn prepare(
     Ok(Box::new(burn::Tensors::new(device, implementation, pass, data)?))
 }
 
-/// Number of input sets that alternate, so that no inputs are cached: 256 MB in total, more than any GPU caches.
+/// Number of input sets that alternate, so that no inputs are cached: 256 MB in total, more than any GPU caches, or as many as are allowed.
+/// peers.py has the same number.
 pub fn input_sets(case: &Case) -> usize {
-    (256_000_000 / case.bytes().max(1)).clamp(1, 8)
+    let most = if case.is_decoding() { 512 } else { 8 };
+    (256_000_000 / case.bytes().max(1)).clamp(1, most)
 }

@@ -161,7 +161,7 @@ pub fn colour(class: &str) -> RGBColor {
         "flash2-deterministic" => RGBColor(12, 61, 120),
         "memeff" => RGBColor(58, 165, 216),
         "flex" => RGBColor(180, 71, 155),
-        "model" => INK,
+        "model" | "copy" => INK,
         _ => RGBColor(107, 95, 201),
     }
 }

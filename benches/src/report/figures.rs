@@ -7,7 +7,7 @@ use super::model::{Machine, Problem, Results, Roofs, Who, by_who, distinct, late
 use super::numbers::{bytes, length, number};
 use super::studies::{self, Study};
 use super::{lines, tiles};
-use crate::results::{Call, Moved, TileTiming, Timing};
+use crate::results::{COPY, Call, Moved, TileTiming, Timing};
 
 /// A chart in one or more views.
 #[derive(Default)]
@@ -20,6 +20,8 @@ pub struct Figure {
     pub views: Vec<Chart>,
     /// Measurements without a value, and the reasons.
     pub missing: Vec<String>,
+    /// What the rates are compared with.
+    pub roof: &'static str,
     /// Rows of a map of tiles.
     pub tiles: Vec<TileTiming>,
     /// Commits of the rows of ours.
@@ -41,30 +43,34 @@ struct Measure {
     scale: Scale,
     of: fn(&Timing, &Roofs) -> Option<f64>,
     text: fn(f64) -> String,
+    /// The same of a copy in the row's run, drawn as a line of its own.
+    copy: fn(&Timing, &Roofs) -> Option<f64>,
 }
 
-const RATE: Measure =
-    Measure { class: "rate", label: "TFLOP/s", scale: Scale::Linear, of: |row, _| row.tflops, text: number };
-const TIME: Measure = Measure {
-    class: "time",
-    label: "milliseconds, median",
-    scale: Scale::Log,
-    of: |row, _| row.median_ms,
+const RATE: Measure = Measure {
+    class: "rate",
+    label: "TFLOP/s",
+    scale: Scale::Linear,
+    of: |row, _| row.tflops,
     text: number,
+    copy: |_, _| None,
 };
+const TIME: Measure =
+    Measure { class: "time", label: "milliseconds, median", scale: Scale::Log, of: |row, _| row.median_ms, ..RATE };
 const FRACTION: Measure = Measure {
     class: "fraction",
     label: "percent of the matmul's TFLOP/s",
-    scale: Scale::Linear,
-    of: |row, roofs| Some(100.0 * row.tflops? / roofs.of(row)?),
+    of: |row, roofs| Some(100.0 * roofs.part_of_product(row)?),
     text: |percent| format!("{percent:.1}%"),
+    ..RATE
 };
-const BANDWIDTH: Measure = Measure {
-    class: "rate",
-    label: "GB/s",
-    scale: Scale::Linear,
-    of: |row, _| row.gigabytes_per_second(),
-    text: number,
+const BANDWIDTH: Measure =
+    Measure { label: "GB/s", of: |row, _| row.gigabytes_per_second(), copy: |row, roofs| roofs.copy(&row.run), ..RATE };
+const PART_OF_COPY: Measure = Measure {
+    class: "fraction",
+    label: "percent of the copy's GB/s",
+    of: |row, roofs| Some(100.0 * roofs.part_of_copy(row)?),
+    ..FRACTION
 };
 const PEAK: Measure = Measure {
     class: "peak",
@@ -72,6 +78,7 @@ const PEAK: Measure = Measure {
     scale: Scale::Bytes,
     of: |row, _| row.peak_bytes.map(|size| size as f64),
     text: bytes,
+    ..RATE
 };
 
 /// Time, rate and fraction of the roofline over sequence length.
@@ -80,11 +87,31 @@ pub fn sequences(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Fig
     studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, measures(study))).collect()
 }
 
-/// Bandwidth and time for decoding steps; time, rate and fraction of the roofline for all else.
+/// Bandwidth, time and fraction of the copy's bandwidth for decoding steps; rate, time and fraction of the roofline for all else.
 fn measures(study: &Study) -> &'static [Measure] {
-    let decodes =
-        study.rows.iter().filter(|row| row.median_ms.is_some()).all(|row| row.gigabytes_per_second().is_some());
-    if decodes { &[BANDWIDTH, TIME] } else { &[RATE, TIME, FRACTION] }
+    if decodes(study) { &[BANDWIDTH, TIME, PART_OF_COPY] } else { &[RATE, TIME, FRACTION] }
+}
+
+fn decodes(study: &Study) -> bool {
+    study.rows.iter().all(|row| row.is_decoding())
+}
+
+/// The same for decoding steps over their keys, with a panel for each batch.
+pub fn decoding(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure> {
+    let of_study = |study: &Study| {
+        let mut batches = distinct(study.rows.iter().map(|row| row.batch));
+        batches.sort();
+        let panel = |batch: &usize| {
+            let rows: Vec<&Timing> = study.rows.iter().copied().filter(|row| row.batch == *batch).collect();
+            Panel {
+                title: format!("batch {batch}"),
+                rows: by_who(&rows, &rows, |row| [&row.r#impl, "", "", ""]),
+                end: None,
+            }
+        };
+        figure(results, machine, study, roofs, measures(study), batches.iter().map(panel).collect())
+    };
+    studies::decoding(machine).iter().filter_map(of_study).collect()
 }
 
 /// Time, rate and fraction of the roofline over every other axis.
@@ -99,9 +126,17 @@ pub fn memory(results: &Results, machine: &Machine, roofs: &Roofs) -> Vec<Figure
     studies.iter().filter_map(|study| lines_of(results, machine, study, roofs, &[PEAK])).collect()
 }
 
+/// A panel of a figure: the rows of each implementation, and the mark where a line ends.
+struct Panel<'a> {
+    title: String,
+    rows: Vec<(Who, Vec<&'a Timing>)>,
+    end: Option<(usize, &'static str, String)>,
+}
+
 /// A failure: the implementation, its place on the axis, and the reason.
 type Failure<'a> = (String, String, &'a str);
 
+/// A figure with a panel for each pass.
 fn lines_of(
     results: &Results,
     machine: &Machine,
@@ -109,45 +144,61 @@ fn lines_of(
     roofs: &Roofs,
     measures: &[Measure],
 ) -> Option<Figure> {
-    let passes = passes(study.rows.iter().map(|row| row.pass.as_str()));
-    let of_pass = |pass: &str| by_who(&rows_of_pass(&study.rows, pass), &study.rows, timed_by);
+    let panel = |pass: &str| Panel {
+        title: pass.into(),
+        rows: by_who(&rows_of_pass(&study.rows, pass), &study.rows, timed_by),
+        end: composed_end(results, study, pass),
+    };
+    let panels = passes(study.rows.iter().map(|row| row.pass.as_str())).into_iter().map(panel).collect();
+    figure(results, machine, study, roofs, measures, panels)
+}
+
+fn figure(
+    results: &Results,
+    machine: &Machine,
+    study: &Study,
+    roofs: &Roofs,
+    measures: &[Measure],
+    panels: Vec<Panel>,
+) -> Option<Figure> {
     let view = |measure: &Measure| {
-        let line = |(who, rows): (Who, Vec<&Timing>)| {
+        let line = |(who, rows): &(Who, Vec<&Timing>)| {
             let mut points: Vec<lines::Point> = rows.iter().map(|row| point(measure, study, row, roofs)).collect();
             points.sort_by_key(|point| point.x);
-            lines::Line { who, points }
+            lines::Line { who: who.clone(), points }
         };
-        let plot = |pass: &&str| lines::Plot {
-            title: pass.to_string(),
-            lines: of_pass(pass).into_iter().map(line).collect(),
-            end: composed_end(results, study, pass),
+        let plot = |panel: &Panel| lines::Plot {
+            title: panel.title.clone(),
+            lines: panel.rows.iter().map(line).chain(copy_line(measure, study, panel, roofs)).collect(),
+            end: panel.end.clone(),
         };
-        let plots = passes.iter().map(plot).collect();
+        let plots = panels.iter().map(plot).collect();
         lines::chart(measure.class, [study.axis.label, measure.label], measure.scale, plots)
     };
     let views: Vec<_> = measures.iter().filter_map(view).collect();
     let mut failures: Vec<(Failure, Vec<&str>)> = Vec::new();
-    for pass in &passes {
-        for (who, rows) in of_pass(pass) {
+    for panel in &panels {
+        for (who, rows) in &panel.rows {
             let failed = || rows.iter().filter(|row| row.median_ms.is_none());
             for reason in distinct(failed().map(|row| results.reason(row))) {
                 let places = failed().filter(|row| results.reason(row) == reason);
                 let places: Vec<String> = places.map(|row| length((study.axis.of)(row))).collect();
                 let failure = (who.label.clone(), places.join(", "), reason);
                 match failures.iter_mut().find(|(other, _)| *other == failure) {
-                    Some((_, passes)) => passes.push(pass),
-                    None => failures.push((failure, vec![pass])),
+                    Some((_, titles)) => titles.push(&panel.title),
+                    None => failures.push((failure, vec![&panel.title])),
                 }
             }
         }
     }
-    let missing = failures.iter().map(|((who, places, reason), passes)| {
-        format!("{who}, {}, at {} {places}: {reason}", passes.join(", "), study.axis.label)
+    let missing = failures.iter().map(|((who, places, reason), titles)| {
+        format!("{who}, {}, at {} {places}: {reason}", titles.join(", "), study.axis.label)
     });
     let missing = missing.collect();
     let title = study.fixed.to_string();
     let commits = Commits::of(study.rows.iter().copied());
-    let figure = Figure { title, machine: machine.title(), views, missing, commits, ..Default::default() };
+    let roof = if decodes(study) { "copy" } else { "product of matrices" };
+    let figure = Figure { title, machine: machine.title(), views, missing, roof, commits, ..Default::default() };
     Some(figure).filter(|figure| !figure.views.is_empty())
 }
 
@@ -158,6 +209,20 @@ fn point(measure: &Measure, study: &Study, row: &Timing, roofs: &Roofs) -> lines
         _ => String::new(),
     };
     lines::Point { x: (study.axis.of)(row), y, text: y.map_or(String::new(), measure.text) + &spread }
+}
+
+/// The copies in the runs of a panel's rows, if the measure is also one of a copy.
+fn copy_line(measure: &Measure, study: &Study, panel: &Panel, roofs: &Roofs) -> Option<lines::Line> {
+    let rows = || panel.rows.iter().flat_map(|(_, rows)| rows);
+    let mut places = distinct(rows().map(|row| (study.axis.of)(row)));
+    places.sort();
+    let point = |place: usize| {
+        let y = rows().filter(|row| (study.axis.of)(row) == place).find_map(|row| (measure.copy)(row, roofs));
+        lines::Point { x: place, y, text: y.map_or(String::new(), measure.text) }
+    };
+    let points: Vec<lines::Point> = places.into_iter().map(point).collect();
+    let who = Who { label: "copy, read and written".into(), class: COPY, dash: 1 };
+    points.iter().any(|point| point.y.is_some()).then_some(lines::Line { who, points })
 }
 
 /// Length from which the composed implementation no longer fits into memory.

@@ -1,13 +1,13 @@
 //! Model of the report: which rows belong together in a chart, and their labels.
 
 use crate::error::Error;
-use crate::results::{self, Accuracy, Call, Memory, Moved, TileTiming, Timing};
+use crate::results::{self, Accuracy, COPY, Call, MATMUL, Memory, Moved, TileTiming, Timing};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 
 /// Implementations in the order of legends and tables. Other implementations come last.
-const IMPLS: [&str; 12] = [
+const IMPLS: [&str; 13] = [
     "ours",
     "ours-fast",
     "ours-tf32",
@@ -19,7 +19,8 @@ const IMPLS: [&str; 12] = [
     "memeff",
     "flex",
     "products",
-    "matmul",
+    MATMUL,
+    COPY,
 ];
 /// Not attention: matrix products only.
 pub const PRODUCTS: &str = "products";
@@ -137,9 +138,9 @@ impl Machine<'_> {
         format!("{}, {}{with}", self.device, self.runtime)
     }
 
-    /// Rows of attention, without the matrix products for the roofline.
+    /// Rows of attention, without those of the device itself.
     pub fn attention(&self) -> impl Iterator<Item = &Timing> {
-        self.rows.iter().copied().filter(|row| row.r#impl != "matmul")
+        self.rows.iter().copied().filter(|row| !row.is_roof())
     }
 }
 
@@ -191,7 +192,7 @@ impl fmt::Display for Problem {
         }
         write!(f, ", {}", axis(self.seq_q, "s"))?;
         if self.seq_k != self.seq_q {
-            write!(f, "→{}", self.seq_k)?;
+            write!(f, "→{}", axis(self.seq_k, "s"))?;
         }
         write!(f, ", {}] {}", axis(self.head_dim, "d"), if self.causal { "causal" } else { "full" })?;
         let mut rest = [&*self.variant, &*self.also].into_iter().filter(|text| !["", "none"].contains(text));
@@ -258,22 +259,41 @@ fn place(known: &[&str], name: &str) -> usize {
     known.iter().position(|other| *other == name).unwrap_or(known.len())
 }
 
-/// The fastest matrix product of each run and element type, in TFLOP/s.
+/// Rates of the devices themselves, by run.
 #[derive(Default)]
-pub struct Roofs(BTreeMap<(String, String), f64>);
+pub struct Roofs {
+    /// The fastest matrix product of each element type, in TFLOP/s.
+    products: BTreeMap<(String, String), f64>,
+    /// The fastest copy, in GB/s.
+    copies: BTreeMap<String, f64>,
+}
 
 impl Roofs {
-    /// Adds the matrix products among these rows.
-    pub fn add(&mut self, rows: &[Timing]) {
-        for row in rows.iter().filter(|row| row.r#impl == "matmul") {
-            let roof = self.0.entry((row.run.clone(), row.dtype.clone())).or_default();
-            *roof = roof.max(row.tflops.unwrap_or(0.0));
+    /// Adds the matrix products and copies among these rows.
+    pub fn add<'a>(&mut self, rows: impl IntoIterator<Item = &'a Timing>) {
+        for row in rows.into_iter().filter(|row| row.is_roof()) {
+            let (roof, rate) = match row.r#impl == COPY {
+                true => (self.copies.entry(row.run.clone()).or_default(), row.gigabytes_per_second()),
+                false => (self.products.entry((row.run.clone(), row.dtype.clone())).or_default(), row.tflops),
+            };
+            *roof = roof.max(rate.unwrap_or(0.0));
         }
     }
 
-    /// The roofline of the row's run.
-    pub fn of(&self, row: &Timing) -> Option<f64> {
-        self.0.get(&(row.run.clone(), row.dtype.clone())).copied().filter(|roof| *roof > 0.0)
+    /// Part of the roofline of the row's run that its TFLOP/s are.
+    pub fn part_of_product(&self, row: &Timing) -> Option<f64> {
+        let roof = self.products.get(&(row.run.clone(), row.dtype.clone())).filter(|roof| **roof > 0.0)?;
+        Some(row.tflops? / roof)
+    }
+
+    /// Rate of the copy in this run, in GB/s.
+    pub fn copy(&self, run: &str) -> Option<f64> {
+        self.copies.get(run).copied().filter(|rate| *rate > 0.0)
+    }
+
+    /// Part of the rate of the copy in the row's run that a decoding step reaches.
+    pub fn part_of_copy(&self, row: &Timing) -> Option<f64> {
+        Some(row.gigabytes_per_second()? / self.copy(&row.run)?)
     }
 }
 

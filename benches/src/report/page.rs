@@ -16,6 +16,9 @@ const SEQUENCE: &str = "Device time of one call once warm, median of the samples
     counts them over that time: 4 · b · h · s² · d forward, half of it where causal, 2.5 times the forward's for the \
     backward, 3.5 for both. The third view divides them by those of the fastest product of matrices of the same type in \
     the same run. [b, h, s, d] are batch, heads, sequence length and head_dim; a letter is what varies.";
+const DECODING: &str = "A forward of few queries over many keys, which reads its cache once: the bytes of q, k, v and o, each number once, \
+    over the time of a call that a graph repeats, without its launches. The third view divides them by the bytes that a copy within the \
+    device's memory reads and writes in that time, in the same run; what only reads can be faster.";
 const SCALING: &str = "The same, where one other axis varies and all else stays.";
 const MEMORY: &str = "The largest number of bytes in use after any allocation of the call, inputs included; both axes \
     logarithmic. At one batch the matrix of scores grows with s², all else with s.";
@@ -62,6 +65,7 @@ pub fn page(directory: &Path, all: &[Results], roofs: &Roofs, allow: Allow) -> R
             let _ = write!(html, "<h3>{}</h3>{}", escape(&machine.title()), best(machine));
             for (heading, about, figures, keep) in [
                 ("Sequence length", SEQUENCE, figures::sequences(results, machine, roofs), true),
+                ("Decoding", DECODING, figures::decoding(results, machine, roofs), true),
                 ("Scaling", SCALING, figures::scaling(results, machine, roofs), false),
                 ("Memory", MEMORY, figures::memory(results, machine, roofs), true),
                 ("Variants", VARIANTS, figures::variants(results, machine), true),
@@ -88,7 +92,7 @@ pub fn page(directory: &Path, all: &[Results], roofs: &Roofs, allow: Allow) -> R
         html += &(beyond(&memory) + &errors(&results.errors) + "</section>");
     }
     let links: String = all.iter().map(|results| format!("<a href=\"#{0}\">{0}</a>", escape(&results.name))).collect();
-    let views = [("rate", "TFLOP/s", " checked"), ("time", "time", ""), ("fraction", "of matmul", "")].map(
+    let views = [("rate", "TFLOP/s", " checked"), ("time", "time", ""), ("fraction", "of matmul or copy", "")].map(
         |(id, name, checked)| {
             format!("<label><input type=\"radio\" name=\"view\" id=\"view-{id}\"{checked}>{name}</label>")
         },
@@ -143,8 +147,10 @@ fn show(figure: &Figure) -> Result<String, Error> {
     if figure.views.iter().any(|view| ["rate", "time"].contains(&view.class)) {
         let lacks = |class: &&str| figure.views.iter().all(|view| view.class != *class);
         for class in ["rate", "time", "fraction"].iter().filter(|class| lacks(class)) {
-            let why =
-                if *class == "fraction" { "No product of matrices was timed in this run." } else { "Not measured." };
+            let why = match *class {
+                "fraction" => format!("No {} was timed in this run.", figure.roof),
+                _ => "Not measured.".into(),
+            };
             let _ = write!(html, "<p class=\"view {class} empty\">{why}</p>");
         }
     }
@@ -225,6 +231,8 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
         "p20–p80",
         "TFLOP/s",
         "of matmul",
+        "GB/s",
+        "of copy",
         "peak memory",
         "run",
     ];
@@ -234,7 +242,7 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
             (_, Some(p20), Some(p80)) => text(format!("{}–{}", number(p20), number(p80))),
             _ => text("–"),
         };
-        let of_roof = row.tflops.zip(roofs.of(row)).map(|(rate, roof)| rate / roof);
+        let percent = |part: f64| format!("{:.1}%", part * 100.0);
         let cells = vec![
             text(&results.name),
             text(&row.device),
@@ -246,7 +254,9 @@ fn rows(all: &[Results], roofs: &Roofs) -> String {
             measured(row.median_ms, number),
             spread,
             measured(row.tflops, number),
-            measured(of_roof, |part| format!("{:.1}%", part * 100.0)),
+            measured(roofs.part_of_product(row), percent),
+            measured(row.gigabytes_per_second(), number),
+            measured(roofs.part_of_copy(row), percent),
             measured(row.peak_bytes.map(|size| size as f64), bytes),
             text(&row.run),
         ];

@@ -36,6 +36,10 @@ const SEQUENCE_OF_TOKENS: Axis = Axis {
     ..SEQUENCE
 };
 
+/// Decoding steps of all batches are one study.
+const KEYS: Axis =
+    Axis { label: "keys", of: |row| row.seq_k, clear: |problem| (problem.batch, problem.seq_k) = (0, 0) };
+
 const SCALING: [Axis; 4] = [
     Axis { label: "batch", of: |row| row.batch, clear: |problem| problem.batch = 0 },
     Axis {
@@ -88,6 +92,14 @@ pub fn sequences<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
     let of_tokens = along(machine, &SEQUENCE_OF_TOKENS).into_iter().filter(|study| octave(study) && fresh(study));
     let of_tokens: Vec<Study> = of_tokens.collect();
     at_batch.into_iter().chain(of_tokens).collect()
+}
+
+/// Studies of decoding steps along their keys, with all batches.
+pub fn decoding<'a>(machine: &'a Machine) -> Vec<Study<'a>> {
+    let mut studies = along(machine, &KEYS);
+    studies.iter_mut().for_each(|study| study.rows.retain(|row| row.is_decoding()));
+    studies.retain(|study| distinct(study.rows.iter().map(|row| row.seq_k)).len() > 1);
+    studies
 }
 
 /// Studies along every other axis.

@@ -1,10 +1,11 @@
 //! Tables in documents, which a test keeps current.
 
 use super::commits::{Allow, Commits};
-use super::model::{Machine, OURS, PRODUCTS, Problem, Results, by_who, distinct, passes};
+use super::model::{Machine, OURS, PRODUCTS, Problem, Results, Roofs, by_who, distinct, passes};
 use super::numbers::number;
 use crate::error::Error;
-use crate::results::{self, Timing};
+use crate::results::{self, MATMUL, Timing};
+use crate::timing::WITH_LAUNCHES;
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
@@ -74,11 +75,23 @@ fn table(results: &Results, machine: &Machine, file: &Path, allow: Allow) -> Res
         _ => String::new(),
     };
     let decodes = rows.iter().any(|row| row.gigabytes_per_second().is_some());
-    let bandwidth =
-        if decodes { " Of up to 16 queries GB/s: the bytes of q, k, v and o, each number once." } else { "" };
+    let mut roofs = Roofs::default();
+    roofs.add(machine.rows.iter().copied());
+    let mut bandwidth = String::new();
+    if decodes {
+        bandwidth += " Of up to 16 queries GB/s: the bytes of q, k, v and o, each number once";
+        let copies = distinct(machine.rows.iter().filter_map(|row| roofs.copy(&row.run)).map(number));
+        bandwidth += &match copies.is_empty() {
+            true => ".".into(),
+            false => {
+                let rates = copies.join(" and ");
+                format!("; and percent of the rate of a copy of 2 GiB in the same run, {rates} GB/s read and written.")
+            }
+        };
+    }
     let dates = distinct(rows.iter().map(|row| row.date.as_str())).join(", ");
     let commits = distinct(rows.iter().map(|row| row.commit.as_str())).join(", ");
-    let roof = machine.rows.iter().filter(|row| row.r#impl == "matmul").find_map(|row| row.tflops);
+    let roof = machine.rows.iter().filter(|row| row.r#impl == MATMUL).find_map(|row| row.tflops);
     let mut text = format!(
         "\n{}; commit {commits}, {dates}.{stale} TFLOP/s, {}; causal counts half the operations, the backward 2.5 times the \
         forward's.{bandwidth}{}\n\n",
@@ -95,7 +108,7 @@ fn table(results: &Results, machine: &Machine, file: &Path, allow: Allow) -> Res
     let _ = writeln!(text, "| [batch, heads, sequence, head_dim] |{names}{ratios}");
     let _ = writeln!(text, "|---|{}", "--:|".repeat(columns.len() + compared.len()));
     for problem in distinct(rows.iter().map(|row| Problem::from(*row))) {
-        let of = |pass: &str, rows: &[&Timing]| fastest(rows, pass, &problem).map(|row| reached(results, row));
+        let of = |pass: &str, rows: &[&Timing]| fastest(rows, pass, &problem).map(|row| reached(results, &roofs, row));
         let _ = write!(text, "| {} |", cell(&problem.to_string()));
         for (_, rows) in &columns {
             let parts = passes.iter().map(|pass| of(pass, rows).unwrap_or("–".into()));
@@ -123,11 +136,14 @@ fn fastest<'a>(rows: &[&'a Timing], pass: &str, problem: &Problem) -> Option<&'a
     same.max_by(|a, b| a.tflops.unwrap_or(-1.0).total_cmp(&b.tflops.unwrap_or(-1.0)))
 }
 
-/// The rate, or a dash with the kind of failure.
-fn reached(results: &Results, row: &Timing) -> String {
+/// The rate, with the part of a copy's if it is one of decoding, or a dash with the kind of failure.
+fn reached(results: &Results, roofs: &Roofs, row: &Timing) -> String {
     let reason = || results.reason(row).split(':').next().unwrap_or_default();
     if let Some(rate) = row.gigabytes_per_second() {
-        return format!("{} GB/s", number(rate));
+        let part = roofs.part_of_copy(row).map_or(String::new(), |part| format!(", {:.0}%", 100.0 * part));
+        let launches =
+            if results.reason(row).contains(WITH_LAUNCHES) { format!(" ({WITH_LAUNCHES})") } else { String::new() };
+        return format!("{} GB/s{part}{launches}", number(rate));
     }
     row.tflops.map_or_else(|| format!("– ({})", cell(reason())), number)
 }

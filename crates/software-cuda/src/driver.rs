@@ -9,6 +9,7 @@
 #![allow(non_snake_case, missing_docs, clippy::missing_safety_doc)]
 
 mod device;
+mod graphs;
 mod launches;
 mod memory;
 mod modules;
@@ -33,6 +34,7 @@ pub enum Status {
     MisalignedAddress = 716,
     LaunchFailed = 719,
     NotSupported = 801,
+    CaptureUnsupported = 900,
 }
 
 /// Maximum bytes of shared memory of a block.
@@ -74,9 +76,14 @@ fn failed() -> Option<Status> {
     *FAILED.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Status of a call that cannot fail itself.
+/// Why a call that allocates, copies or waits is refused: an earlier fault, or that launches are recorded.
+fn refused() -> Option<Status> {
+    failed().or(graphs::is_recording().then_some(Status::CaptureUnsupported))
+}
+
+/// Status of a call that waits and cannot fail itself.
 fn health() -> Status {
-    failed().unwrap_or(Status::Success)
+    refused().unwrap_or(Status::Success)
 }
 
 /// Seed of the next launch: `SOFTWARE_CUDA_SEED`, or else the number of the launch.

@@ -2,7 +2,7 @@
 //!
 //! The library exports the functions of the CUDA driver API that CubeCL calls. A program that loads the driver at run time loads this
 //! library if it is found as `libcuda.so`; `.ci/with-software-cuda` arranges that. All calls are synchronous: they run in the calling
-//! thread, and launches also in some others.
+//! thread, and launches also in some others. Launches can be recorded in a graph; copies cannot.
 //!
 //! Faults are reported on stderr, with the line of the PTX, and returned by the launch. In addition to wrong results, these faults are
 //! detected:

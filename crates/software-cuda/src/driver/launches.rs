@@ -1,5 +1,6 @@
 //! Launches.
 
+use super::graphs;
 use super::memory::{Memory, memory};
 use super::{Out, SHARED, Status, fail, failed, give, seed, settings};
 use crate::machine::lanes::{LANES, Line};
@@ -31,8 +32,9 @@ pub unsafe extern "C" fn cuLaunchKernel(
     // SAFETY: `cuModuleGetFunction` returned it, and its module is still loaded.
     let program = unsafe { &*function };
     let (grid, threads) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+    let dynamic_shared = shared_bytes as usize;
     let block = threads.iter().map(|threads| u64::from(*threads)).product::<u64>();
-    let shared = shared_bytes as usize + program.shared_bytes;
+    let shared = dynamic_shared + program.shared_bytes;
     let missing = parameters.is_null() && !program.parameters.is_empty();
     if grid.contains(&0) || grid[1].max(grid[2]) > 65535 || !(1..=1024).contains(&block) || shared > SHARED || missing {
         eprintln!(
@@ -42,13 +44,47 @@ pub unsafe extern "C" fn cuLaunchKernel(
         return Status::InvalidValue;
     }
     // A `Line` is at least as aligned as any parameter.
-    let mut bytes = vec![Line([0; LANES]); program.parameter_bytes.div_ceil(size_of::<Line>())];
-    let start = bytes.as_mut_ptr().cast::<u8>();
+    let mut lines = vec![Line([0; LANES]); program.parameter_bytes.div_ceil(size_of::<Line>())];
+    let start = lines.as_mut_ptr().cast::<u8>();
     for (nth, (offset, size)) in program.parameters.iter().enumerate() {
         // SAFETY: the caller has a pointer to each parameter, of the size that the kernel declares. The parser has placed all parameters
         // within `parameter_bytes`, and the lines hold as many bytes.
         unsafe { std::ptr::copy_nonoverlapping((*parameters.add(nth)).cast::<u8>(), start.add(*offset), *size) };
     }
+    let call = Call { function, grid, threads, dynamic_shared, parameters: lines };
+    // SAFETY: the module of the function is still loaded.
+    graphs::record(call).unwrap_or_else(|call| unsafe { call.run() })
+}
+
+/// A valid launch with its parameters.
+pub(super) struct Call {
+    function: *const Program,
+    grid: [c_uint; 3],
+    threads: [c_uint; 3],
+    dynamic_shared: usize,
+    parameters: Vec<Line>,
+}
+
+// SAFETY: programs of loaded modules do not change.
+unsafe impl Send for Call {}
+// SAFETY: as above.
+unsafe impl Sync for Call {}
+
+impl Call {
+    /// Runs the launch.
+    ///
+    /// # Safety
+    ///
+    /// The module of its function must still be loaded.
+    pub(super) unsafe fn run(&self) -> Status {
+        // SAFETY: the caller guarantees it.
+        run(unsafe { &*self.function }, self)
+    }
+}
+
+fn run(program: &Program, call: &Call) -> Status {
+    let Call { grid, threads, dynamic_shared, parameters, .. } = call;
+    let start = parameters.as_ptr().cast::<u8>();
     let ranges = {
         let mut memory = memory();
         let Memory { allocated, globals, ranges, .. } = &mut *memory;
@@ -59,9 +95,9 @@ pub unsafe extern "C" fn cuLaunchKernel(
     let seed = seed();
     let launch = Launch {
         program,
-        grid,
-        threads,
-        dynamic_shared: shared_bytes as usize,
+        grid: *grid,
+        threads: *threads,
+        dynamic_shared: *dynamic_shared,
         // SAFETY: the lines hold this many bytes, all of them initialised, and outlive the launch.
         parameters: unsafe { std::slice::from_raw_parts(start, program.parameter_bytes) },
         memory: &ranges,

@@ -1,6 +1,6 @@
 //! Device memory, and copies.
 
-use super::{Out, Status, failed, give, health, variable};
+use super::{Out, Status, give, health, refused, variable};
 use crate::machine::Ranges;
 use crate::machine::written::Written;
 use std::alloc::Layout;
@@ -48,7 +48,7 @@ pub(super) fn capacity() -> usize {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAlloc_v2(to: Out<'_, u64>, bytes: usize) -> Status {
-    if let Some(status) = failed() {
+    if let Some(status) = refused() {
         return status;
     }
     let mut memory = memory();
@@ -171,7 +171,7 @@ fn written_within(at: u64, bytes: usize) -> bool {
 ///
 /// `bytes` bytes may be read from `from` and written to `to`.
 unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) -> Status {
-    if let Some(status) = failed() {
+    if let Some(status) = refused() {
         return status;
     }
     // SAFETY: the caller guarantees it; the ranges may overlap.

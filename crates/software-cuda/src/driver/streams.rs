@@ -37,11 +37,6 @@ pub extern "C" fn cuStreamWaitEvent(_stream: *mut c_void, _event: *mut c_void, _
     Status::Success
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuStreamBeginCapture_v2(_stream: *mut c_void, _mode: c_uint) -> Status {
-    Status::NotSupported
-}
-
 /// The recorded time.
 type Event = Mutex<Option<Instant>>;
 
