@@ -15,7 +15,8 @@
 //! tensors of the score function are computed separately as well.
 
 use super::math::{self, vectorized};
-use super::matrix::{Matrix, Rows, multiply};
+use super::matrix::{Matrix, multiply};
+use super::rows::Rows;
 use super::tile::{Attention, Scratch, TILE_K, TILE_Q, Tile};
 use crate::backend::Wanted;
 use flash_attention_kernels::AttentionProblem;
@@ -27,7 +28,7 @@ pub struct Saved<'a> {
     lse: Vec<f32>,
     /// `[batch, num_heads_q, seq_q]`.
     delta: Vec<f32>,
-    dout: Rows<'a>,
+    dout: Rows<&'a [f32]>,
 }
 
 impl<'a> Saved<'a> {
@@ -288,13 +289,13 @@ fn visit(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch
         attention.accumulate(tile, dk, attention.scale, ds.transposed(), attention.q(tile));
     }
     if let Some(dq) = sums.dq {
-        attention.accumulate(tile, dq, attention.scale, ds, attention.k(tile));
+        attention.accumulate(tile, dq, attention.scale, ds, attention.k(tile, &mut scratch.wide));
     }
 }
 
 /// Computes `p = exp(s − lse)` into `scratch.p`; 0 where hidden.
 fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
-    attention.scores(tile, &mut scratch.p, &mut scratch.t, &mut scratch.slope);
+    attention.scores(tile, scratch);
     let lse = &saved.lse[first_row(attention.problem, tile)..];
     vectorized(
         #[inline(always)]
@@ -310,7 +311,7 @@ fn probabilities(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut
 fn bias_gradients(attention: &Attention, saved: &Saved, tile: Tile, scratch: &mut Scratch) {
     let Tile { b, h, q_start, rows, cols, .. } = tile;
     let dout = saved.dout.block(b, h, q_start, rows);
-    multiply(&mut scratch.ds, false, 1.0, dout.matrix(), attention.v(tile).transposed());
+    multiply(&mut scratch.ds, false, 1.0, dout.matrix(), attention.v(tile, &mut scratch.wide).transposed());
     if let Some(kept) = attention.kept(tile, &mut scratch.kept) {
         let factor = attention.factor();
         scratch.ds.iter_mut().zip(kept).for_each(|(dp, kept)| *dp = if *kept { *dp * factor } else { 0.0 });

@@ -66,7 +66,7 @@ pub fn classify(
 
 #[cfg(test)]
 mod tests {
-    use super::super::matrix::Rows;
+    use super::super::rows::{Elements, Rows};
     use super::super::tile::{Attention, Optional};
     use super::*;
     use flash_attention_kernels::{AttentionOptions, Dtype};
@@ -80,7 +80,8 @@ mod tests {
         let states = [[[1, 0, 2, 0], [0, 1, 0, 0]], [[0, 0, 0, 0], [2, 9, 2, 1]]];
         let states = States::new(problem.block_mask.unwrap(), states.as_flattened().as_flattened().to_vec());
         let options = Optional { states: Some(&states), ..Optional::default() };
-        let attention = Attention::new(&problem, [(); 3].map(|()| Rows::contiguous(&[], [0; 4])), options);
+        let kv = [(); 2].map(|()| Rows::contiguous(Elements::F32(&[]), [0; 4]));
+        let attention = Attention::new(&problem, Rows::contiguous(&[], [0; 4]), kv, options);
         let keys = |h, q_block| attention.k_blocks(0, h, q_block).collect::<Vec<_>>();
         // A tile has 64 queries: the first block has four tiles, the last one has one.
         for q_block in 0..4 {

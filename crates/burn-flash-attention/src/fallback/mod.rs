@@ -7,9 +7,11 @@
 mod backward;
 mod blocks;
 mod cache;
+mod few;
 mod forward;
 mod math;
 mod matrix;
+mod rows;
 mod sequences;
 mod tile;
 
@@ -28,7 +30,7 @@ use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use matrix::Rows;
+use rows::{Elements, Rows};
 use sequences::Sequences;
 use std::ops::Range;
 use tile::{Attention, Broadcast, Functions, Heads, TILE_K, TILE_Q, Tables};
@@ -140,16 +142,18 @@ pub(crate) fn plan(problem: &AttentionProblem) -> Result<HostPlan, AttentionErro
     let kv = kv_rows * (problem.head_dim + problem.head_dim_v);
     // Half-precision inputs are widened once, and their gradients summed in f32 before they are narrowed.
     let widened = if problem.dtype == Dtype::F32 { 0 } else { 2 * (q + o + kv) };
-    let tiles = threads * tile::Scratch::LEN;
-    let scratch_bytes = size_of::<f32>() * (tiles + rows + widened);
+    let tiles = threads * (tile::Scratch::LEN + TILE_K * problem.head_dim.max(problem.head_dim_v));
+    let splits = tile::num_splits(problem) * (o + 2 * rows);
+    let scratch_bytes = size_of::<f32>() * (tiles + splits + widened);
     Ok(HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes })
 }
 
-/// The arguments of a call. `q`, `k` and `v` have contiguous rows in f32; slopes and sinks are contiguous and in f32; the other tensors
-/// are as they come. The seed of dropout is two words.
+/// The arguments of a call. `q`, slopes and sinks are contiguous and in f32; `k` and `v` have contiguous rows; the other tensors are as they
+/// come. The seed of dropout is two words.
 struct Call {
     problem: AttentionProblem,
-    qkv: [FlexTensor; 3],
+    q: FlexTensor,
+    kv: [FlexTensor; 2],
     tensors: Tensors<FlexTensor>,
     seed: Option<[u32; 2]>,
     sequences: Option<Sequences>,
@@ -180,7 +184,8 @@ impl Call {
         let states = problem.block_mask.zip(read(&tensors.block_mask)).map(|(of, states)| States::new(of, states));
         tensors.alibi_slopes = tensors.alibi_slopes.map(floats);
         tensors.sinks = tensors.sinks.map(floats);
-        Call { problem, qkv: [q, k, v].map(with_rows), tensors, seed, sequences, states }
+        let kv = [k, v].map(|tensor| with_rows(tensor, tile::reads_once(&problem)));
+        Call { problem, q: floats(q), kv, tensors, seed, sequences, states }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -193,12 +198,12 @@ impl Call {
         });
         let heads =
             Heads { slopes: tensors.alibi_slopes.as_ref().map(slice), sinks: tensors.sinks.as_ref().map(slice) };
-        let inputs = self.qkv.each_ref().map(rows);
+        let q = Rows::contiguous(slice(&self.q), self.problem.q_shape());
         let functions =
             Functions { of_score: tables(tensors.score_tensors()), of_mask: tables(tensors.mask_tensors()) };
         let (sequences, states) = (self.sequences.as_ref(), self.states.as_ref());
         let options = tile::Optional { mask, bias, heads, functions, seed: self.seed, sequences, states };
-        Attention::new(&self.problem, inputs, options)
+        Attention::new(&self.problem, q, self.kv.each_ref().map(rows), options)
     }
 }
 
@@ -207,33 +212,37 @@ fn tables(tensors: [Option<&FlexTensor>; TENSORS]) -> Tables<'_> {
     tensors.map(|tensor| tensor.map(|tensor| Broadcast::new(tensor.storage(), tensor.layout())))
 }
 
-/// The tensor in f32, where the rows of a head lie one after the other: a copy only where it is not like that already. The part of a
-/// cache that is used is read where it lies.
-fn with_rows(tensor: FlexTensor) -> FlexTensor {
+/// The tensor, where the rows of a head lie one after the other: a copy only where it is not like that already. The part of a cache that is
+/// used is read where it lies. Halves are widened, unless each is read `once`.
+fn with_rows(tensor: FlexTensor, once: bool) -> FlexTensor {
     let [batch, heads, seq, dim] = tensor.layout().shape().dims();
     let strides: [isize; 4] = std::array::from_fn(|n| tensor.layout().strides()[n]);
     let follow = (dim == 1 || strides[3] == 1) && (seq == 1 || strides[2] == dim as isize);
     if !follow || strides[..2].iter().any(|stride| *stride < 0) || tensor.layout().num_elements() == 0 {
         return floats(tensor);
     }
-    let starts = (0..batch).flat_map(|b| (0..heads).map(move |h| b * strides[0] as usize + h * strides[1] as usize));
-    let start = tensor.layout().start_offset();
-    let mut data = vec![0.0; if tensor.dtype() == DType::F32 { 0 } else { batch * heads * seq * dim }];
-    let to =
-        data.chunks_exact_mut(seq * dim).zip(starts).map(|(to, from)| (to, start + from..start + from + seq * dim));
-    match tensor.dtype() {
-        DType::F16 => to.for_each(|(to, from)| tensor.storage::<f16>()[from].convert_to_f32_slice(to)),
-        DType::BF16 => to.for_each(|(to, from)| tensor.storage::<bf16>()[from].convert_to_f32_slice(to)),
-        _ => return tensor,
+    if once || tensor.dtype() == DType::F32 {
+        return tensor;
+    }
+    let rows = rows(&tensor);
+    let mut data = vec![0.0; batch * heads * seq * dim];
+    for (head, to) in data.chunks_exact_mut(seq * dim).enumerate() {
+        rows.widen(head / heads, head % heads, to);
     }
     FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(tensor.layout().shape().clone()), DType::F32)
 }
 
 /// The rows of a tensor of [`with_rows`].
-fn rows(tensor: &FlexTensor) -> Rows<'_> {
+fn rows(tensor: &FlexTensor) -> Rows<Elements<'_>> {
     let layout = tensor.layout();
     let strides = [0, 1].map(|dim| layout.strides()[dim].unsigned_abs());
-    Rows::new(&tensor.storage()[layout.start_offset()..], strides, layout.shape()[3])
+    let start = layout.start_offset();
+    let elements = match tensor.dtype() {
+        DType::F16 => Elements::F16(&tensor.storage()[start..]),
+        DType::BF16 => Elements::BF16(&tensor.storage()[start..]),
+        _ => Elements::F32(&tensor.storage()[start..]),
+    };
+    Rows::new(elements, strides, layout.shape()[3])
 }
 
 /// The tensor, contiguous and in f32: a copy only where it is not already.

@@ -1,8 +1,9 @@
-//! A tile of scores: `TILE_Q` queries of one head by `TILE_K` keys.
+//! A tile of scores: up to `TILE_Q` rows, which are queries of one head or of several heads of a group, by `TILE_K` keys.
 
 use super::blocks::States;
 use super::math::{self, vectorized};
-use super::matrix::{Block, Matrix, Rows, multiply};
+use super::matrix::{Matrix, multiply};
+use super::rows::{Block, Elements, Rows};
 use super::sequences::Sequences;
 use burn_flex::Layout;
 use flash_attention_kernels::blocks::{EMPTY, PARTIAL};
@@ -10,27 +11,51 @@ use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Pair, Partials, TENSORS, Values};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, dropout};
 use half::{bf16, f16};
-use rayon::prelude::*;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
-/// Queries in a tile. The scores, keys and values of a tile fit a core's private cache, and its products are large enough for the matrix
+/// Rows of a tile. The scores, keys and values of a tile fit a core's private cache, and its products are large enough for the matrix
 /// routine to reach full speed.
 pub const TILE_Q: usize = 64;
 /// Keys in a tile.
 pub const TILE_K: usize = 128;
 
+/// Blocks of keys of a split.
+const SPLIT_BLOCKS: usize = 4;
+
+/// Parts that the keys are split into in the forward, so that all threads have work where there are few queries, as in decoding. The number
+/// depends on the sizes alone, and so do the results.
+pub fn num_splits(problem: &AttentionProblem) -> usize {
+    if problem.seq_q > TILE_Q { 1 } else { problem.seq_k.div_ceil(SPLIT_BLOCKS * TILE_K).max(1) }
+}
+
+/// Whether each key and value is read by one tile alone in the forward.
+pub fn reads_once(problem: &AttentionProblem) -> bool {
+    problem.seq_q * problem.group_size() <= TILE_Q
+}
+
 /// Position and size of a tile.
 #[derive(Clone, Copy)]
 pub struct Tile {
     pub b: usize,
-    /// Query head.
+    /// First query head.
     pub h: usize,
     pub q_start: usize,
-    /// Number of queries: `TILE_Q`, or fewer in the last block.
+    /// Number of queries of each head: `TILE_Q`, or fewer in the last block.
+    pub queries: usize,
+    /// Number of rows: the queries of one head, then those of the next one.
     pub rows: usize,
     pub k_start: usize,
     /// Number of keys: `TILE_K`, or fewer in the last block.
     pub cols: usize,
+}
+
+impl Tile {
+    /// Query head and query of a row.
+    #[inline(always)]
+    pub fn at(&self, row: usize) -> [usize; 2] {
+        [self.h + row / self.queries, self.q_start + row % self.queries]
+    }
 }
 
 /// Buffers of a thread, each of the size of a tile.
@@ -46,6 +71,8 @@ pub struct Scratch {
     pub slope: Vec<f32>,
     /// Which weights dropout keeps, if there is dropout.
     pub kept: Vec<bool>,
+    /// Keys or values in f32, where the tensor has halves. Empty until then.
+    pub wide: Vec<f32>,
 }
 
 impl Scratch {
@@ -53,7 +80,8 @@ impl Scratch {
     pub const LEN: usize = 4 * TILE_Q * TILE_K + TILE_Q * TILE_K / size_of::<f32>();
 
     fn new(problem: &AttentionProblem) -> Self {
-        let tile = || vec![0.0; problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K)];
+        let len = (problem.seq_q * problem.group_size()).min(TILE_Q) * problem.seq_k.min(TILE_K);
+        let tile = || vec![0.0; len];
         // The forward does not touch `ds`, so its pages are not allocated.
         let drops = problem.options.dropout > 0.0;
         Scratch {
@@ -61,7 +89,8 @@ impl Scratch {
             ds: tile(),
             t: problem.options.score_mod.map_or_else(Vec::new, |_| tile()),
             slope: problem.options.softcap.map_or_else(Vec::new, |_| tile()),
-            kept: vec![true; if drops { problem.seq_q.min(TILE_Q) * problem.seq_k.min(TILE_K) } else { 0 }],
+            kept: vec![true; if drops { len } else { 0 }],
+            wide: Vec::new(),
         }
     }
 }
@@ -146,9 +175,9 @@ pub struct Attention<'a> {
     /// The band, if each batch is one sequence.
     band: Band,
     pub scale: f32,
-    q: Rows<'a>,
-    k: Rows<'a>,
-    v: Rows<'a>,
+    q: Rows<&'a [f32]>,
+    k: Rows<Elements<'a>>,
+    v: Rows<Elements<'a>>,
     optional: Optional<'a>,
 }
 
@@ -162,7 +191,12 @@ pub struct Heads<'a> {
 }
 
 impl<'a> Attention<'a> {
-    pub fn new(problem: &'a AttentionProblem, [q, k, v]: [Rows<'a>; 3], optional: Optional<'a>) -> Self {
+    pub fn new(
+        problem: &'a AttentionProblem,
+        q: Rows<&'a [f32]>,
+        [k, v]: [Rows<Elements<'a>>; 2],
+        optional: Optional<'a>,
+    ) -> Self {
         Attention { problem, band: problem.band(), scale: problem.softmax_scale(), q, k, v, optional }
     }
 
@@ -197,25 +231,33 @@ impl<'a> Attention<'a> {
         let kept = &mut kept[..tile.rows * tile.cols];
         for (i, row) in kept.chunks_exact_mut(tile.cols).enumerate() {
             // In packed or padded sequences, draws depend on the number of the sequence and on positions within it.
-            let i = tile.q_start + i;
+            let [h, i] = tile.at(i);
             let band = self.band_of(tile.b, i).filter(|_| self.optional.sequences.is_some());
             let [sequence, first_q, first_k] =
                 band.map_or([tile.b, 0, 0], |band| [band.sequence, band.begin_q, band.begin_k].map(|n| n as usize));
             for (j, kept) in row.iter_mut().enumerate() {
                 // Keys before the sequence are hidden in any case.
                 let Some(j) = (tile.k_start + j).checked_sub(first_k) else { continue };
-                let at = [sequence, tile.h, i - first_q, j].map(|n| n as u32);
+                let at = [sequence, h, i - first_q, j].map(|n| n as u32);
                 *kept = dropout::keeps(seed, self.problem.options.dropout, at);
             }
         }
         Some(kept)
     }
 
-    /// The tile of this block of queries and this block of keys.
+    /// Query heads of a tile of the forward, where their queries are rows of one tile: keys and values are then read once for all of them.
+    pub fn heads_a_tile(&self) -> usize {
+        // A block mask may hide a tile from one head and not from another one.
+        let several = self.optional.states.is_none() && self.problem.seq_q > 0;
+        if several { (TILE_Q / self.problem.seq_q).clamp(1, self.problem.group_size()) } else { 1 }
+    }
+
+    /// The tile of this block of queries of one head and this block of keys.
     pub fn tile(&self, b: usize, h: usize, q_block: usize, k_block: usize) -> Tile {
         let (q_start, k_start) = (q_block * TILE_Q, k_block * TILE_K);
-        let (rows, cols) = (self.problem.seq_q - q_start, self.problem.seq_k - k_start);
-        Tile { b, h, q_start, rows: rows.min(TILE_Q), k_start, cols: cols.min(TILE_K) }
+        let queries = (self.problem.seq_q - q_start).min(TILE_Q);
+        let cols = (self.problem.seq_k - k_start).min(TILE_K);
+        Tile { b, h, q_start, queries, rows: queries, k_start, cols }
     }
 
     /// State of the block that contains a tile. Without a block mask, mask and `mask_mod` are always evaluated.
@@ -255,15 +297,36 @@ impl<'a> Attention<'a> {
         blocks.start as usize..blocks.end as usize
     }
 
-    /// Runs the tasks, on all threads if there is enough work for them.
-    pub fn for_each<T: Send>(&self, tasks: impl Iterator<Item = T>, run: impl Fn(&mut Scratch, T) + Sync + Send) {
+    /// Runs the tasks, on all threads if there is enough work for them. The calling thread is one of them: it need not wait for others to
+    /// wake up.
+    pub fn for_each<T: Send>(
+        &self,
+        tasks: impl Iterator<Item = T> + Send,
+        run: impl Fn(&mut Scratch, T) + Sync + Send,
+    ) {
         const WORTH_WAKING: f64 = 1e6;
+        let scratch = || Scratch::new(self.problem);
         if self.problem.forward_flops() < WORTH_WAKING {
-            let mut scratch = Scratch::new(self.problem);
+            let mut scratch = scratch();
             return tasks.for_each(|task| run(&mut scratch, task));
         }
-        let tasks: Vec<T> = tasks.collect();
-        tasks.into_par_iter().for_each_init(|| Scratch::new(self.problem), run);
+        let tasks = Mutex::new(tasks);
+        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let work = || {
+            let mut scratch = scratch();
+            while let Some(task) = next() {
+                run(&mut scratch, task);
+            }
+        };
+        rayon::in_place_scope(|scope| {
+            (1..rayon::current_num_threads()).for_each(|_| scope.spawn(|_| work()));
+            work();
+        });
+    }
+
+    /// The blocks of keys of each split.
+    pub fn k_blocks_of_split(&self, split: usize) -> Range<usize> {
+        if num_splits(self.problem) == 1 { 0..usize::MAX } else { split * SPLIT_BLOCKS..(split + 1) * SPLIT_BLOCKS }
     }
 
     /// Number of blocks of queries.
@@ -271,24 +334,25 @@ impl<'a> Attention<'a> {
         self.problem.seq_q.div_ceil(TILE_Q)
     }
 
+    /// Queries of a tile. With several heads, q is contiguous and the tile has all queries of each.
     pub fn q(&self, tile: Tile) -> Block<'a> {
         self.q.block(tile.b, tile.h, tile.q_start, tile.rows)
     }
 
-    pub fn k(&self, tile: Tile) -> Block<'a> {
-        self.k.block(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols)
+    pub fn k<'s>(&'s self, tile: Tile, wide: &'s mut Vec<f32>) -> Block<'s> {
+        self.k.widened(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols, wide)
     }
 
-    pub fn v(&self, tile: Tile) -> Block<'a> {
-        self.v.block(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols)
+    pub fn v<'s>(&'s self, tile: Tile, wide: &'s mut Vec<f32>) -> Block<'s> {
+        self.v.widened(tile.b, tile.h / self.problem.group_size(), tile.k_start, tile.cols, wide)
     }
 
     /// Whether the band hides nothing of a tile.
     fn in_band(&self, tile: Tile) -> bool {
-        let Tile { b, q_start, rows, k_start, cols, .. } = tile;
+        let Tile { b, q_start, queries, k_start, cols, .. } = tile;
         match self.optional.sequences {
-            Some(sequences) => sequences.fully_visible(b, q_start, k_start, rows, cols),
-            None => self.band.fully_visible(q_start as u32, k_start as u32, rows as u32, cols as u32),
+            Some(sequences) => sequences.fully_visible(b, q_start, k_start, queries, cols),
+            None => self.band.fully_visible(q_start as u32, k_start as u32, queries as u32, cols as u32),
         }
     }
 
@@ -329,12 +393,13 @@ impl<'a> Attention<'a> {
     /// Calls `f` for each pair of a tile within the band, with the pair's index in the tile, the pair as functions see it, and the values
     /// of `tables`.
     fn for_pairs(&self, tile: Tile, tables: &Tables, mut f: impl FnMut(usize, Pair, Values)) {
-        let Tile { b, h, q_start, rows, k_start, cols } = tile;
-        for i in 0..rows {
-            let Some(band) = self.band_of(b, q_start + i) else { continue };
+        let Tile { b, rows, k_start, cols, .. } = tile;
+        for row in 0..rows {
+            let [h, i] = tile.at(row);
+            let Some(band) = self.band_of(b, i) else { continue };
             let number = band.number(b as u32);
             for j in 0..cols {
-                let (n, at) = (i * cols + j, [b, h, q_start + i, k_start + j]);
+                let (n, at) = (row * cols + j, [b, h, i, k_start + j]);
                 let (query, key) = (at[2] as u32, at[3] as u32);
                 if band.sees(query, key) {
                     let [a, b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
@@ -357,17 +422,17 @@ impl<'a> Attention<'a> {
         });
     }
 
-    /// Computes the scores of a tile into `s [rows, cols]`, −∞ where hidden; the derivative of the softcap into `slope`; and the scores
+    /// Computes the scores of a tile into `p [rows, cols]`, −∞ where hidden; the derivative of the softcap into `slope`; and the scores
     /// before the score function into `t`, if there is one.
-    pub fn scores(&self, tile: Tile, s: &mut [f32], t: &mut [f32], slope: &mut [f32]) {
-        let Tile { b, h, q_start, rows, k_start, cols } = tile;
-        let s = &mut s[..rows * cols];
-        multiply(s, false, self.scale, self.q(tile).matrix(), self.k(tile).transposed());
+    pub fn scores(&self, tile: Tile, Scratch { p, t, slope, wide, .. }: &mut Scratch) {
+        let Tile { b, rows, k_start, cols, .. } = tile;
+        let s = &mut p[..rows * cols];
+        multiply(s, false, self.scale, self.q(tile).matrix(), self.k(tile, wide).transposed());
         if let Some(softcap) = self.problem.options.softcap {
             vectorized(
                 #[inline(always)]
                 || {
-                    for (s, slope) in s.iter_mut().zip(slope) {
+                    for (s, slope) in s.iter_mut().zip(slope.iter_mut()) {
                         let t = math::tanh(*s / softcap);
                         *s = softcap * t;
                         *slope = 1.0 - t * t;
@@ -381,7 +446,10 @@ impl<'a> Attention<'a> {
             self.for_pairs(tile, &self.optional.functions.of_score, made);
         }
         let rows_of = |s: &mut [f32], f: &dyn Fn([usize; 4], &mut [f32])| {
-            s.chunks_exact_mut(cols).enumerate().for_each(|(i, row)| f([b, h, q_start + i, k_start], row));
+            s.chunks_exact_mut(cols).enumerate().for_each(|(n, row)| {
+                let [h, i] = tile.at(n);
+                f([b, h, i, k_start], row);
+            });
         };
         // The bias is added before hiding, so that a NaN in it cannot replace −∞.
         match &self.optional.bias {
@@ -391,8 +459,8 @@ impl<'a> Attention<'a> {
             Some(Bias::BF16(bias)) => rows_of(s, &|at, row| bias.zip(at, row, |s, bias| *s += bias.to_f32())),
         }
         if let Some((shape, slopes)) = self.problem.alibi_slopes.zip(self.optional.heads.slopes) {
-            let slope = slopes[self.slope_index(shape, b, h)];
-            rows_of(s, &|[_, _, i, j], row| {
+            rows_of(s, &|[_, h, i, j], row| {
+                let slope = slopes[self.slope_index(shape, b, h)];
                 row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(b, i, j + n));
             });
         }

@@ -7,7 +7,7 @@ use burn_flash_attention::{FlashAttentionOptions, flash_attention, flash_attenti
 use flash_attention_kernels::mods::{MaskFn, ScoreFn};
 use flash_attention_kernels::{AttentionOptions, Dtype};
 use flash_attention_reference as reference;
-use flash_attention_reference::mods::{Relative, Strided};
+use flash_attention_reference::mods::{Relative, Sloped, Strided};
 
 #[test]
 fn options_dtypes_and_shapes() {
@@ -114,6 +114,42 @@ fn slopes_sinks_and_dropout() {
         let data = Data::random(few.with_bias(&[1, 4, 90, 40]).unwrap(), 8);
         for tracked in Tracked::subsets_of_extras() {
             check(&data, &target, How { tracked, loss: Loss::BOTH, ..How::default() });
+        }
+    }
+}
+
+/// Heads of a group that share a tile, and keys that are split: options that differ by head, and those that hide keys.
+#[test]
+fn few_queries_over_many_keys() {
+    for target in targets() {
+        let causal = AttentionOptions { causal: true, ..Default::default() };
+        let dropout = AttentionOptions { dropout: 0.2, dropout_seed: Some(1 << 40 | 3), ..causal };
+        let capped = AttentionOptions { window_left: Some(700), softcap: Some(2.0), ..causal };
+        let functions = AttentionOptions {
+            score_mod: Some(ScoreFn::of::<Sloped>()),
+            mask_mod: Some(MaskFn::of::<Strided>()),
+            ..causal
+        };
+        let plain = |options| problem([2, 6, 2, 3, 1100, 16, 24], Dtype::F32, options);
+        let sloped = plain(causal).with_sinks(&[6]).unwrap().with_alibi_slopes(&[2, 6]).unwrap();
+        let problems = [
+            sloped,
+            plain(functions).with_score_tensors(&[&[1, 6, 1, 1]]).unwrap(),
+            plain(dropout).with_mask(&[2, 6, 3, 1100]).unwrap(),
+            plain(capped).with_bias(&[2, 6, 3, 1100]).unwrap().with_mask(&[1, 6, 1, 1100]).unwrap(),
+            sloped.with_seq_lens_q(&[2]).unwrap().with_seq_lens_k(&[2]).unwrap(),
+            sloped.with_cu_seqlens(&[4], &[4]).unwrap(),
+        ];
+        let few = if target.name == "flex" { problems.len() } else { 1 };
+        for (n, problem) in problems.into_iter().take(few).enumerate() {
+            check_near(&Data::random(problem, n as u64), &target, How { loss: Loss::BOTH, ..How::default() });
+        }
+        // One query of each head of a group that fills a tile, and of one that does not fit.
+        for (heads, dtype) in
+            [64, 70].into_iter().flat_map(|heads| dtypes(&target).into_iter().map(move |of| (heads, of)))
+        {
+            let problem = problem([1, heads, 1, 1, 600, 8, 16], dtype, causal).with_sinks(&[heads]).unwrap();
+            check_near(&Data::random(problem, 7), &target, How { loss: Loss::BOTH, ..How::default() });
         }
     }
 }
