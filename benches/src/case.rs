@@ -81,9 +81,14 @@ pub enum Variant {
     KeyBias,
     /// [`KeyBias`](Variant::KeyBias) with its gradient.
     KeyBiasGradient,
+    /// Keys and values in pages of this many positions, in random order.
+    Pages(usize),
     /// A block mask for all heads, in which this percentage of the blocks is full and the others are empty.
     Sparse(usize),
 }
+
+/// Name of [`Variant::Pages`], before the number.
+const PAGES: &str = "pages of ";
 
 /// Lengths of the sequences of [`Variant::Documents`] in 64ths of all tokens, up to a few tokens.
 const DOCUMENTS: [usize; 8] = [20, 1, 9, 3, 14, 2, 7, 8];
@@ -113,6 +118,7 @@ impl fmt::Display for Variant {
             }
             Variant::WindowFunction(keys) => write!(f, "window function {keys}"),
             Variant::Sparse(percent) => write!(f, "sparse {percent}"),
+            Variant::Pages(size) => write!(f, "{PAGES}{size}"),
             Variant::Temperature => f.write_str("temperature"),
             Variant::KeyBias => f.write_str("key bias"),
             Variant::AlibiGradient
@@ -155,7 +161,7 @@ impl Variant {
 
     /// Whether the variant is timed with this repository's kernels only, called directly.
     pub fn is_direct(self) -> bool {
-        self.without_gradient() != self || matches!(self, Variant::Temperature | Variant::KeyBias)
+        self.without_gradient() != self || matches!(self, Variant::Temperature | Variant::KeyBias | Variant::Pages(_))
     }
 }
 
@@ -344,7 +350,7 @@ pub const DECODING: usize = 16;
 /// Whether a forward of these numbers of queries and keys, with this variant by name, is a decoding step. The time of a decoding step
 /// depends on the bytes of its cache and not on its operations, so it is measured without launches and reported in GB/s.
 pub fn is_decoding(seq_q: usize, seq_k: usize, variant: &str) -> bool {
-    seq_q <= DECODING && seq_q < seq_k && variant == "none"
+    seq_q <= DECODING && seq_q < seq_k && (variant == "none" || variant.starts_with(PAGES))
 }
 
 /// Separator that [`Case::variant_name`] puts before a head dimension of values that differs from that of queries and keys.

@@ -2,7 +2,7 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
-use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, Precision};
+use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, PagedKv, Precision};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -148,6 +148,38 @@ impl Data {
                 .sinks
                 .then(|| reference::normal(case.heads_q, 8 * seed + 5).into_iter().map(|sink| sink as f32).collect()),
         })
+    }
+
+    /// The problem as the kernels compute it: that of the case, in pages if the case asks for them.
+    pub fn problem_of_kernels(&self) -> Result<AttentionProblem, Error> {
+        let Variant::Pages(size) = self.case.variant else { return Ok(self.problem) };
+        let columns = self.problem.seq_k.div_ceil(size);
+        Ok(self.problem.with_page_table(&[self.problem.batch, columns], self.problem.batch * columns, size)?)
+    }
+
+    /// Keys or values in pages, and the pages of each sequence, in random order.
+    pub fn paged(&self, values: &Values, pages: PagedKv) -> (Vec<u8>, Vec<u32>) {
+        let PagedKv { num_pages, page_size, max_pages } = pages;
+        let AttentionProblem { num_heads_kv: heads, seq_k, .. } = self.problem;
+        let mut table: Vec<u32> = (0..num_pages as u32).collect();
+        // The same order for keys and values, whatever the machine (Fisher and Yates).
+        let mut state = 1;
+        for left in (1..num_pages).rev() {
+            state = step(state);
+            table.swap(left, (state >> 33) as usize % (left + 1));
+        }
+        let row = values.bytes.len() / (self.problem.batch * heads * seq_k);
+        let mut pool = vec![0; num_pages * heads * page_size * row];
+        for (nth, page) in table.iter().enumerate() {
+            let (sequence, first) = (nth / max_pages, nth % max_pages * page_size);
+            let len = page_size.min(seq_k - first) * row;
+            for head in 0..heads {
+                let from = ((sequence * heads + head) * seq_k + first) * row;
+                let to = (*page as usize * heads + head) * page_size * row;
+                pool[to..to + len].copy_from_slice(&values.bytes[from..from + len]);
+            }
+        }
+        (pool, table)
     }
 
     /// Sets the order in which the backward sums.

@@ -211,7 +211,10 @@ fn decode() -> Vec<Case> {
     };
     let one = grid.iter().flat_map(|(heads, batch, keys)| keys.iter().map(|seq_k| case(*heads, *batch, 1, *seq_k)));
     let several = [4, 16].map(|seq_q| case([32, 8], 16, seq_q, 8192));
-    one.chain(several).collect()
+    let paged = [(1, 4096), (1, 131072), (16, 4096), (64, 4096)];
+    let paged =
+        paged.map(|(batch, seq_k)| [16, 64, 256].map(|size| case([32, 8], batch, 1, seq_k).with(Variant::Pages(size))));
+    one.chain(several).chain(paged.into_iter().flatten()).collect()
 }
 
 /// One axis at a time around `[1, 8, 512, 64]`.

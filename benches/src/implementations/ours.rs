@@ -33,7 +33,7 @@ pub(crate) struct Tensors {
 
 impl Kernels {
     pub fn new(client: Client, kernel: Option<Kernel>, pass: Pass, data: &[Data]) -> Result<Self, Error> {
-        let problem = data[0].problem;
+        let problem = data[0].problem_of_kernels()?;
         let plan = match kernel {
             Some(kernel) => {
                 plan_with(&client, &problem, kernel).map_err(|error| Error::Other(format!("not supported: {error}")))?
@@ -61,7 +61,7 @@ impl Kernels {
 impl Tensors {
     /// Uploads the inputs. A block mask of a function is computed here, before anything is timed.
     pub fn new(client: &Client, data: &Data, pass: Pass) -> Result<Self, Error> {
-        let p = &data.problem;
+        let p = &data.problem_of_kernels()?;
         let size = p.dtype.size();
         let upload = |values: &Values, shape| TensorView::contiguous(client.create_from_slice(&values.bytes), shape);
         let empty =
@@ -101,6 +101,13 @@ impl Tensors {
             mask_tensors: p.mask_tensors.map(|shape| table(&data.documents, shape)),
             ..Inputs::new(upload(&data.q, p.q_shape()), upload(&data.k, p.k_shape()), upload(&data.v, p.v_shape()))
         };
+        if let Some(pages) = p.pages {
+            for (view, values) in [(&mut inputs.k, &data.k), (&mut inputs.v, &data.v)] {
+                let (pool, table) = data.paged(values, pages);
+                view.handle = client.create_from_slice(&pool);
+                inputs.page_table = Some(TensorView::contiguous(words(&table), [p.batch, pages.max_pages]));
+            }
+        }
         if let Some(mask) = p.block_mask {
             let states = match &data.blocks {
                 Some(states) => TensorView::contiguous(words(states), mask.blocks),
