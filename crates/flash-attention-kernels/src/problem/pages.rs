@@ -19,7 +19,7 @@ pub struct PagedKv {
     pub num_pages: usize,
     /// Positions of a page: 16, 32, 64, 128 or 256.
     pub page_size: usize,
-    /// Columns of the page table: the most pages that a sequence can have.
+    /// Columns of the page table: the most pages that a sequence can have, at least 1.
     pub max_pages: usize,
 }
 
@@ -33,8 +33,10 @@ impl PagedKv {
         if !matches!(page_size, 16 | 32 | 64 | 128 | 256) {
             return wrong("page_size", page_size, "16, 32, 64, 128 or 256");
         }
-        if num_pages == 0 {
-            return wrong("num_pages", num_pages, "at least 1");
+        for (option, value) in [("num_pages", num_pages), ("max_pages", max_pages)] {
+            if value == 0 {
+                return wrong(option, value, "at least 1");
+            }
         }
         check_length("num_pages", num_pages)?;
         check_length("page_table", max_pages.saturating_mul(page_size))
