@@ -9,7 +9,8 @@ use crate::problems::Problems;
 use crate::timing::sync;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_flash_attention::{
-    FlashAttentionOptions, KvCache, KvCacheConfig, flash_attention, flash_attention_with_kvcache,
+    FlashAttentionOptions, KvCache, KvCacheConfig, PagedKvCache, PagedKvCacheConfig, SequenceId, flash_attention,
+    flash_attention_with_kvcache,
 };
 use cubecl::prelude::{CubeCount, CubeDim};
 use cubecl_runtime::execution::{ProcessMode, ProcessModeOverride, StatisticsCollector};
@@ -63,6 +64,10 @@ mod launched {
     }
 }
 
+/// Positions of a page, and those that a paged cache has room for beside the keys of a case.
+const PAGE: usize = 64;
+const SPARE: usize = 1024;
+
 /// Everything that calls of a case need.
 struct Calls {
     device: Device,
@@ -80,7 +85,10 @@ struct Calls {
     newest: [Tensor<4>; 2],
     /// A cache of the positions before them, which each call appends them to.
     cache: RefCell<KvCache>,
-    /// The same for the kernels.
+    /// The same in pages, and its sequences. Calls append further positions, so that the page table stays as it is in most of them.
+    paged: RefCell<PagedKvCache>,
+    sequences: Vec<(SequenceId, usize)>,
+    /// The cache of the kernels.
     append: CacheAppend,
     /// The device as the planner sees it.
     planner: Properties,
@@ -100,7 +108,7 @@ const fn row(name: &'static str, call: fn(&Calls) -> Result<(), Error>) -> Row {
     Row { name, call, leaves_graph: false }
 }
 
-const ROWS: [Row; 15] = [
+const ROWS: [Row; 16] = [
     row("check", |of| Ok(check(&of.client, &of.problem)?)),
     row("plan", |of| Ok(plan(&of.client, &of.problem).map(drop)?)),
     row("plan, without memory of earlier calls", |of| Ok(plan_on(&of.planner, &of.problem).map(drop)?)),
@@ -121,6 +129,7 @@ const ROWS: [Row; 15] = [
         of.step();
         Ok(())
     }),
+    row("Burn: forward with a cache in pages of 64", |of| of.paged_step().map(drop)),
     Row {
         leaves_graph: true,
         ..row("Burn: forward, tracked", |of| {
@@ -172,13 +181,21 @@ impl Calls {
         let new = seq_q.min(seq_k);
         let config = KvCacheConfig::new(batch, num_heads_kv, head_dim, seq_k).with_dtype(Some(dtype.into()));
         let mut cache = config.with_head_dim_v(Some(head_dim_v)).init(&device);
+        let pages = batch * (seq_k + SPARE).div_ceil(PAGE);
+        let config = PagedKvCacheConfig::new(pages, num_heads_kv, head_dim).with_page_size(PAGE);
+        let config = config.with_head_dim_v(Some(head_dim_v)).with_dtype(Some(dtype.into()));
+        let mut paged = config.init(&device);
+        let sequences: Vec<_> = (0..batch).map(|_| (paged.add(), new)).collect();
         let [q, k, v] = &plain;
         let first = |x: &Tensor<4>, from, len| x.clone().narrow(2, from, len);
         if seq_k > new {
             let before = seq_k - new;
             let shape = [batch, problem.num_heads_q, before, head_dim];
             let q = Tensor::random(shape, Distribution::Default, (&device, dtype));
-            flash_attention_with_kvcache(q, first(k, 0, before), first(v, 0, before), &mut cache, &options);
+            let (k, v) = (first(k, 0, before), first(v, 0, before));
+            flash_attention_with_kvcache(q.clone(), k.clone(), v.clone(), &mut cache, &options);
+            let prompt: Vec<_> = sequences.iter().map(|(sequence, _)| (*sequence, before)).collect();
+            flash_attention_with_kvcache(q, k, v, &mut paged.batch(&prompt)?, &options);
         }
         let newest = [first(k, seq_k - new, new), first(v, seq_k - new, new)];
         let queries = first(q, 0, new);
@@ -201,6 +218,8 @@ impl Calls {
             newest,
             queries,
             cache: RefCell::new(cache),
+            paged: RefCell::new(paged),
+            sequences,
             append,
             kernels: Kernels::new(&client, &data, Pass::Both)?,
             tiles: (plan.forward, plan.backward),
@@ -227,6 +246,19 @@ impl Calls {
         let out = flash_attention_with_kvcache(self.queries.clone(), k, v, &mut *cache, &self.options);
         cache.truncate(before);
         out
+    }
+
+    /// Attention of the newest positions over the pages, which keep them until there are too many.
+    fn paged_step(&self) -> Result<Tensor<4>, Error> {
+        let [k, v] = self.newest.clone();
+        let (mut cache, most) = (self.paged.borrow_mut(), self.problem.seq_k + SPARE);
+        for (sequence, new) in &self.sequences {
+            if cache.len(*sequence)? + new > most {
+                cache.truncate(*sequence, self.problem.seq_k - new)?;
+            }
+        }
+        let mut batch = cache.batch(&self.sequences)?;
+        Ok(flash_attention_with_kvcache(self.queries.clone(), k, v, &mut batch, &self.options))
     }
 
     fn launch(&self) {
