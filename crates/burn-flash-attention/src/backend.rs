@@ -37,11 +37,11 @@ pub struct CacheTensors<B: Backend> {
     /// `[batch]`, 32 bits each: the length of each sequence, if they may differ.
     #[extension_type]
     pub seq_lens: OptionalInt<B>,
-    /// `[batch, max_pages]`, 32 bits each: the pages of each sequence, if keys and values are in pages.
+    /// `[batch, max_pages]`, 32 bits each: the pages of each sequence, if keys and values are in pages. A cache that is given back has none.
     #[extension_type]
     pub page_table: OptionalInt<B>,
-    /// `[n, 2]`, 32 bits each: pages to copy before new positions are written, each with the page that it is copied to. There are none in
-    /// a cache that is given back.
+    /// `[n, 2]`, 32 bits each: pages to copy before new positions are written, each with the page that it is copied to. A cache that is given
+    /// back has none.
     #[extension_type]
     pub page_copies: OptionalInt<B>,
 }
@@ -175,7 +175,7 @@ pub trait FlashAttentionOps: Backend {
             k: cache.k.clone(),
             v: cache.v.clone(),
             seq_lens: lens(q.shape[0], [&cache.seq_lens, &extras.seq_lens_q]),
-            page_table: cache.page_table.clone(),
+            page_table: OptionalIntMetadata::None,
             page_copies: OptionalIntMetadata::None,
         },
     })]

@@ -144,9 +144,9 @@ fn try_with_kvcache(
         used
     };
     let extras = Extras { seq_lens_k: OptionalInt::from_option(seq_lens_after.clone()), ..extras };
-    let call = match &table {
+    let call = match table {
         Some(table) => {
-            let pages = Some(Pages { table: table.clone(), seq_k: after });
+            let pages = Some(Pages { table, seq_k: after });
             Call::new(q, cache.k.clone(), cache.v.clone(), pages, extras, options)
         }
         None => Call::new(q, used(&cache.k), used(&cache.v), None, extras, options),
@@ -156,7 +156,7 @@ fn try_with_kvcache(
         k: cache.k,
         v: cache.v,
         seq_lens: OptionalInt::from_option(seq_lens_after),
-        page_table: OptionalInt::from_option(table),
+        page_table: OptionalInt::None,
         page_copies: OptionalInt::None,
     };
     Ok(CachedAttentionOutput { attention, cache })

@@ -21,7 +21,7 @@ use crate::backend::{
 };
 use crate::plan::HostPlan;
 use crate::problem::{dtype, problem};
-use crate::tensors::{Extras, Tensors};
+use crate::tensors::{Extras, OptionalInt, Tensors};
 use blocks::States;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
@@ -101,7 +101,7 @@ impl FlashAttentionOps for Flex {
         let (cache, extras) = cache::append([k, v], cache, extras, lengths);
         let [keys, values] = cache::used(&cache, lengths.after);
         let attention = Self::flash_attention(q, keys, values, extras, options, Lse::Constant);
-        CachedAttentionOutput { attention, cache }
+        CachedAttentionOutput { attention, cache: CacheTensors { page_table: OptionalInt::None, ..cache } }
     }
 
     fn flash_attention_block_states(
