@@ -2,7 +2,7 @@
 
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Gradient, Kernel, Precision,
+    AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Gradient, Kernel, PortableForward, Precision,
 };
 
 /// A device with the limits that WebGPU guarantees.
@@ -38,7 +38,7 @@ fn tiles_follow_shared_memory() {
     let chosen = |kib: usize| {
         let device = Device { shared_memory: kib << 10, ..smallest() };
         let plan = plan_on(&device, &problem([1, 1, 64, 256])).unwrap();
-        let Forward::Portable(tile) = plan.forward else { panic!("{plan}") };
+        let Forward::Portable(PortableForward::Tiles(tile)) = plan.forward else { panic!("{plan}") };
         // Six of the entries are kernels of matrix products, for the forward and the backward.
         (tile.tile_q, tile.tile_k, tile.units_q, plan.passed_over.len() - 6)
     };
