@@ -7,7 +7,6 @@ pub mod dbias;
 pub mod delta;
 pub mod dsinks;
 pub mod few_rows;
-mod few_rows_tile;
 pub mod forward;
 pub mod gradient;
 pub mod nothing;
@@ -15,7 +14,7 @@ pub mod recompute;
 pub mod scores;
 pub mod tile;
 
-pub use few_rows_tile::{FewRowsBlueprint, FewRowsTile};
+pub use few_rows::{FewRowsBlueprint, FewRowsTile};
 
 use crate::fragment::Role;
 use crate::score::Factor;
