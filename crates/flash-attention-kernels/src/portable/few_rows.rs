@@ -203,19 +203,22 @@ pub fn forward<F: Float, M: Numeric, O: Float, N: Size>(
     board.fold(false);
     sync_cube();
     let lse = outputs.lse;
-    #[unroll]
-    for four in 0..fours {
-        if UNIT_POS == comptime!(four as u32) {
-            let total = board.folded(four, false);
-            #[unroll]
-            for n in 0..WIDTH {
-                let row = comptime!((four * WIDTH + n) as u32);
-                let sum = total.extract(n);
-                board.factors[comptime!(four * WIDTH + n)] = normalizer(sum);
-                if packed.exist(row) {
-                    let at = row_start(&*lse, batch, packed.head(row), packed.query(row));
-                    lse[at] = lse_bits(m[four].extract(n), sum);
-                }
+    let four = UNIT_POS as usize;
+    if four < fours {
+        let total = board.folded(four, false);
+        let mut highest = m[0];
+        #[unroll]
+        for n in 1..fours {
+            highest = select(four == n, m[n], highest);
+        }
+        #[unroll]
+        for n in 0..WIDTH {
+            let nth = four * WIDTH + n;
+            let (row, sum) = (nth as u32, total.extract(n));
+            board.factors[nth] = normalizer(sum);
+            if packed.exist(row) {
+                let at = row_start(&*lse, batch, packed.head(row), packed.query(row));
+                lse[at] = lse_bits(highest.extract(n), sum);
             }
         }
     }

@@ -145,12 +145,13 @@ impl Board {
     }
 
     /// The maxima of four rows if `highest`, else their sums, from those of the classes.
-    pub fn folded(&self, #[comptime] four: usize, #[comptime] highest: bool) -> Vec4 {
+    pub fn folded(&self, four: usize, #[comptime] highest: bool) -> Vec4 {
         let classes = comptime!(self.blueprint.tile.classes());
-        let mut value = self.folded[comptime!(four * classes)];
+        let at = four * classes;
+        let mut value = self.folded[at];
         #[unroll]
         for class in 1..classes {
-            let other = self.folded[comptime!(four * classes + class)];
+            let other = self.folded[at + class];
             value = if comptime!(highest) { max(value, other) } else { value + other };
         }
         value
