@@ -70,7 +70,8 @@ fn options_of_few_rows() {
     };
     for (nth, sizes) in few().into_iter().enumerate() {
         let by = if nth % 2 == 0 { 1 } else { 3 };
-        split(by, cases(sizes));
+        // Each case compiles a kernel. The last ones have more options at once.
+        split(by, cases(sizes).into_iter().skip(nth.min(3)));
     }
 }
 
