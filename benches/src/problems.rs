@@ -202,7 +202,7 @@ impl Filters {
     }
 
     /// The shapes in each dtype, causal or full as requested.
-    fn of_shapes(&self, shapes: &[Shape], device: DeviceName) -> Vec<Case> {
+    pub fn of_shapes(&self, shapes: &[Shape], device: DeviceName) -> Vec<Case> {
         let (mut dtypes, mut causals) = (self.dtype.clone(), self.causal.clone());
         if dtypes.is_empty() {
             dtypes.push(if device == DeviceName::Cuda { Dtype::BF16 } else { Dtype::F32 });

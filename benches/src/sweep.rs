@@ -12,7 +12,9 @@ use crate::run::{Run, round};
 use crate::timing::{Work, device_time, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::tiling::{Stage, shared_memory};
-use flash_attention_kernels::{AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, TileShape, plan_with};
+use flash_attention_kernels::{
+    AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, PortableForward, TileShape, plan_with,
+};
 use indicatif::ProgressBar;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -143,7 +145,9 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let tensors = Tensors::new(&client, &data, Pass::Both)?;
         let bench = Bench { client: client.clone(), problem: data.problem, tensors };
         let plan = plan_with(&client, &bench.problem, PORTABLE)?;
-        let (Forward::Portable(forward), Gradient::Portable(backward)) = (plan.forward, plan.backward.dq) else {
+        let (Forward::Portable(PortableForward::Tiles(forward)), Gradient::Portable(backward)) =
+            (plan.forward, plan.backward.dq)
+        else {
             return Err(Error::Other(format!("the portable kernel is not planned: {plan}")));
         };
         let together = plan.backward.dv.is_none();

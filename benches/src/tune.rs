@@ -1,19 +1,20 @@
-//! Times other plans of the CUDA kernels, next to the default plan.
+//! Times other plans of the CUDA kernels and of the portable forward of few rows, next to the default plan.
 
-use crate::case::Pass;
+use crate::case::{DECODING, Pass};
 use crate::data::Data;
 use crate::device::DeviceName;
 use crate::error::Error;
 use crate::implementations::Tensors;
 use crate::oracle::Oracle;
 use crate::part::Part;
-use crate::problems::{Filters, named};
+use crate::problems::{Filters, Shape, named};
 use crate::sets::Set;
 use crate::timing::{Work, device_time, once, sync};
 use cubecl::client::Client;
 use flash_attention_kernels::{
-    AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, Forward, Gradient, HopperForward,
-    HopperGradient, HopperTile, Kernel, MmaForward, MmaTile, MmaTiles, Plan, Precision, plan_with,
+    AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, BiasTile, FewRowsForward, FewRowsTile, Forward,
+    Gradient, HopperForward, HopperGradient, HopperTile, Kernel, MmaForward, MmaTile, MmaTiles, Plan, PortableForward,
+    Precision, plan_with,
 };
 use std::fmt;
 use std::num::ParseIntError;
@@ -24,12 +25,15 @@ pub struct Options {
     /// The set of problems.
     #[arg(long, value_enum, default_value = "h200")]
     set: Set,
+    /// A problem of your own instead of a set, as in 4,32/8,2048,128 or 1,32,1x16384,128; may be repeated.
+    #[arg(long, value_name = "BATCH,HEADS_Q[/HEADS_KV],SEQ_Q[xSEQ_K],HEAD_DIM[/HEAD_DIM_V]", conflicts_with = "set")]
+    shape: Vec<Shape>,
     #[command(flatten)]
     filters: Filters,
     /// What is computed.
     #[arg(long, value_enum, default_value = "forward")]
     part: Part,
-    /// Kernel family: hopper or mma.
+    /// Kernel family: hopper or mma, or portable for the forward of few rows.
     #[arg(long, value_parser = named(Kernel::ALL, Kernel::name), default_value = "hopper")]
     kernel: Kernel,
     /// All three gradients (fused) add to dq in any order, not in a fixed one.
@@ -44,7 +48,7 @@ pub struct Options {
     /// fused that of a group's query heads. For dbias, CONSUMER_GROUPS is
     /// the number of stages of Q and dO, and NUM_SPLITS the number of tiles of a block. For mma:
     /// WARPGROUPS/GROUPS/TILE_K/WARPS_K/STAGES/HEAD_GROUP/NUM_SPLITS/PACK_GQA, where WARPS_K is 1 or 4 and PACK_GQA 0 or 1; these, STAGES and NUM_SPLITS
-    /// are for the forward.
+    /// are for the forward. For portable: ROWS/TILE_K/LANES/READS/NUM_SPLITS.
     #[arg(long = "try", value_delimiter = ',', value_parser = numbers)]
     candidates: Vec<Numbers>,
 }
@@ -61,6 +65,7 @@ fn numbers(text: &str) -> Result<Numbers, ParseIntError> {
 enum Candidate {
     Hopper(HopperTile, usize, usize),
     Mma(MmaForward),
+    FewRows(FewRowsForward),
 }
 
 impl fmt::Display for Candidate {
@@ -80,6 +85,9 @@ impl fmt::Display for Candidate {
             Candidate::Mma(MmaForward { tiles: MmaTiles { tile, head_group }, num_splits, pack_gqa }) => {
                 let (MmaTile { warpgroups, groups, tile_k, warps_k, stages }, pack_gqa) = (tile, pack_gqa as u8);
                 write!(f, "{warpgroups}/{groups}/{tile_k}/{warps_k}/{stages}/{head_group}/{num_splits}/{pack_gqa}")
+            }
+            Candidate::FewRows(FewRowsForward { tile: FewRowsTile { rows, tile_k, lanes, reads }, num_splits }) => {
+                write!(f, "{rows}/{tile_k}/{lanes}/{reads}/{num_splits}")
             }
         }
     }
@@ -103,6 +111,8 @@ impl Work for Launches<'_> {
             Candidate::Mma(plan) if self.part == Part::Forward => {
                 return self.tensors.forward(self.client, &self.problem, plan);
             }
+            // Only a forward is planned.
+            Candidate::FewRows(plan) => return self.tensors.forward(self.client, &self.problem, plan),
             Candidate::Mma(MmaForward { tiles, .. }) => {
                 let gradient = Gradient::Mma(tiles);
                 let mut tiles = self.backward;
@@ -151,6 +161,7 @@ fn planned(plan: &Plan, part: Part) -> Result<Candidate, Error> {
             Some(Candidate::Hopper(tile, head_group, num_splits))
         }
         (Part::Forward, Forward::Mma(plan)) => Some(Candidate::Mma(plan)),
+        (Part::Forward, Forward::Portable(PortableForward::FewRows(plan))) => Some(Candidate::FewRows(plan)),
         (Part::Forward, _) => None,
         (Part::Dq, _) => gradient(plan.backward.dq),
         (Part::Dkdv, _) => gradient(plan.backward.dkdv),
@@ -221,15 +232,32 @@ fn candidate(numbers: &[Option<usize>], part: Part, planned: Candidate) -> Resul
                 pack_gqa: pack_gqa.map_or(planned.pack_gqa, |pack_gqa| pack_gqa != 0),
             }))
         }
+        Candidate::FewRows(FewRowsForward { tile, num_splits: planned_splits }) => {
+            let [rows, keys, lanes, reads, num_splits] = *numbers else {
+                return Err(wrong("it must be ROWS/TILE_K/LANES/READS/NUM_SPLITS"));
+            };
+            let tile = FewRowsTile {
+                rows: rows.unwrap_or(tile.rows),
+                tile_k: keys.unwrap_or(tile.tile_k),
+                lanes: lanes.unwrap_or(tile.lanes),
+                reads: reads.unwrap_or(tile.reads),
+            };
+            Ok(Candidate::FewRows(FewRowsForward { tile, num_splits: num_splits.unwrap_or(planned_splits).max(1) }))
+        }
     }
 }
 
 /// Times the plans.
 pub fn run(options: &Options) -> Result<(), Error> {
-    let device = DeviceName::best().open()?;
-    let client = device.client();
+    let name = DeviceName::best();
+    let client = name.open()?.client();
     let (mut timed_any, mut nothing_planned) = (false, None);
-    for case in options.filters.apply(options.set)? {
+    let cases = if options.shape.is_empty() {
+        options.filters.apply(options.set)?
+    } else {
+        options.filters.of_shapes(&options.shape, name)
+    };
+    for case in cases {
         let order = if options.any_order { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
         let precision = if options.tf32 { Precision::Tf32 } else { Precision::Full };
         let data = Data::new(case, 0)?.with_backward_order(order).with_precision(precision);
@@ -277,10 +305,12 @@ pub fn run(options: &Options) -> Result<(), Error> {
             let name = candidate.to_string();
             match timed {
                 Ok((first, error, ms)) => {
-                    let rate = options.part.flops(&problem) / ms / 1e9;
-                    println!(
-                        "{case:<40} {name:<30} {ms:8.4} ms {rate:7.1} TFLOP/s, first {first:.0} ms, error {error:.1e}"
-                    );
+                    let rate = if options.part == Part::Forward && case.seq_q <= DECODING {
+                        format!("{:7.0} GB/s", case.bytes() as f64 / ms / 1e6)
+                    } else {
+                        format!("{:7.1} TFLOP/s", options.part.flops(&problem) / ms / 1e9)
+                    };
+                    println!("{case:<40} {name:<30} {ms:8.4} ms {rate}, first {first:.0} ms, error {error:.1e}");
                 }
                 Err(error) => println!("{case:<40} {name:<30} {error}"),
             }

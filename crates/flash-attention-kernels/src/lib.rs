@@ -74,7 +74,7 @@ pub use launch::{
 pub use mask::Alignment;
 pub use matrix::MatrixTile;
 pub use mma::MmaTile;
-pub use portable::tile::TileShape;
+pub use portable::{FewRowsTile, tile::TileShape};
 pub use problem::{
     AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_PAIRS, MAX_SEQ,
     PagedKv, Precision,
@@ -83,6 +83,6 @@ pub use rows::RowsTile;
 pub use tensor::TensorView;
 pub use tensor_core::HopperTile;
 pub use tiling::{
-    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward,
-    MmaTiles, Plan, check, plan, plan_with,
+    BackwardTiles, BiasGradient, FamilyTiles, FewRowsForward, Forward, Gradient, HopperForward, HopperGradient, Kernel,
+    MmaForward, MmaTiles, Plan, PortableForward, check, plan, plan_with,
 };

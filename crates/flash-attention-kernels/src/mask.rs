@@ -6,6 +6,9 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+mod run;
+pub use run::*;
+
 use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -69,41 +72,6 @@ pub struct Band {
     /// Whether functions receive the position of a query among the keys: of two new queries after three keys, 3 and 4.
     #[cube(comptime)]
     pub continued: bool,
-}
-
-/// Range of keys that one query sees, relative to an origin.
-#[derive(CubeType, Clone, Copy, Debug)]
-#[expand(derive(Clone))]
-pub struct Run {
-    /// The first key.
-    pub start: i32,
-    /// One past the last key.
-    pub end: i32,
-    /// Whether there is a left edge, so that `start` can lie after the first key.
-    #[cube(comptime)]
-    pub bounded_below: bool,
-}
-
-#[cube]
-impl Run {
-    /// Visibility of the first two keys in each group of eight, for 16 groups from group `eight` on. Bit `2 n + e` is set if
-    /// the query sees the key at distance `8 (eight + n) + e` from the origin.
-    pub fn pairs(&self, #[comptime] eight: u32) -> u32 {
-        let from = comptime!(8 * eight as i32);
-        let mut pairs = pairs_before(max(self.end, from) - from);
-        if comptime!(self.bounded_below) {
-            pairs &= !pairs_before(max(self.start, from) - from);
-        }
-        pairs
-    }
-}
-
-/// Bits of the first two positions in each of 16 groups of eight. A bit is set if its position is below `end`, not negative.
-#[cube]
-fn pairs_before(end: i32) -> u32 {
-    let end = end as u32;
-    let count = min(end / 8 * 2 + min(end % 8, 2u32), 32u32);
-    select(count == 32, u32::MAX, (1u32 << (count % 32)) - 1)
 }
 
 /// Which blocks of keys need masking, when blocks are processed from the last to the first.
@@ -471,19 +439,24 @@ impl Band {
     /// no masking.
     pub fn fully_visible(&self, q_start: u32, k_start: u32, #[comptime] tile_q: u32, #[comptime] tile_k: u32) -> bool {
         let q_last = q_start + tile_q - 1;
-        let k_last = k_start + tile_k - 1;
-        let (queries, keys) = (self.after_queries(), self.after_keys());
-        let mut fully_visible = q_last < queries && k_last < keys;
+        let (is_query, seen) = (self.is_query(q_last), self.all_see(q_start, q_last, k_start, tile_k));
+        is_query && seen
+    }
+
+    /// Whether the queries from `q_first` to `q_last`, up to the last one of the sequence, see every key of `k_start .. k_start + tile_k`.
+    pub fn all_see(&self, q_first: u32, q_last: u32, k_start: u32, #[comptime] tile_k: u32) -> bool {
+        let (q_last, k_last) = (min(q_last, self.after_queries() - 1), k_start + tile_k - 1);
+        let mut seen = self.is_key(k_last);
         if comptime!(self.varlen) {
-            fully_visible = fully_visible && q_start >= self.begin_q && k_start >= self.begin_k;
+            seen = seen && q_first >= self.begin_q && k_start >= self.begin_k;
         }
         if comptime!(self.bounded_below) {
-            fully_visible = fully_visible && k_start as i32 >= q_last as i32 + self.lower;
+            seen = seen && k_start as i32 >= q_last as i32 + self.lower;
         }
         if comptime!(self.bounded_above) {
-            fully_visible = fully_visible && k_last as i32 <= q_start as i32 + self.upper;
+            seen = seen && k_last as i32 <= q_first as i32 + self.upper;
         }
-        fully_visible
+        seen
     }
 }
 

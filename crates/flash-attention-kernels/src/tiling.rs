@@ -3,6 +3,7 @@
 
 mod choice;
 mod device;
+pub(crate) mod few_rows;
 pub(crate) mod hopper;
 mod lists;
 pub(crate) mod matrix;
@@ -14,8 +15,8 @@ pub(crate) mod rows;
 mod splits;
 
 pub use choice::{
-    BackwardTiles, BiasGradient, FamilyTiles, Forward, Gradient, HopperForward, HopperGradient, Kernel, MmaForward,
-    MmaTiles,
+    BackwardTiles, BiasGradient, FamilyTiles, FewRowsForward, Forward, Gradient, HopperForward, HopperGradient, Kernel,
+    MmaForward, MmaTiles, PortableForward,
 };
 pub(crate) use device::{Case, check_dtype, cube_count, grid};
 pub use device::{Device, element_type};
@@ -23,6 +24,7 @@ pub(crate) use hopper::stats_multiple;
 #[cfg(feature = "cuda")]
 pub(crate) use hopper::varies_by_pair;
 pub(crate) use lists::ListShape;
+pub(crate) use plan::split_columns;
 pub use plan::{PassedOver, Plan, check, plan, plan_on, plan_with};
 pub use portable::{Stage, shared_memory};
 pub(crate) use portable::{blueprint, blueprint_beside, check_tile};
@@ -68,27 +70,29 @@ fn gradients(together: bool, of: impl Fn(Role) -> Result<Gradient, String>) -> R
 
 /// Chooses the forward: the most preferred kernel that supports the problem, or the requested one.
 pub(crate) fn choose_forward(case: Case, asked: Option<Kernel>, passed_over: &mut Vec<PassedOver>) -> Result<Forward> {
-    let kernels = if mma::decodes(case) {
-        [Kernel::Mma, Kernel::Hopper, Kernel::Matrix]
-    } else {
-        [Kernel::Hopper, Kernel::Mma, Kernel::Matrix]
-    };
-    for kernel in kernels.into_iter().filter(|kernel| asked.is_none_or(|asked| asked == *kernel)) {
-        let found = match kernel {
-            Kernel::Hopper => hopper::forward(case).map(Forward::Hopper),
-            Kernel::Mma => mma::forward(case).map(Forward::Mma),
-            _ => matrix::choose(case, Role::Forward).map(Forward::Matrix),
+    let [first, second] =
+        if mma::decodes(case) { [Kernel::Mma, Kernel::Hopper] } else { [Kernel::Hopper, Kernel::Mma] };
+    // Of the portable kernels, the one of few rows is preferred to matrix products.
+    let few_rows = few_rows::wanted(case, asked);
+    let kernels = [first, second, Kernel::Portable, Kernel::Matrix].into_iter();
+    let kernels = kernels.filter(|kernel| asked.is_none_or(|asked| asked == *kernel));
+    for kernel in kernels.filter(|kernel| few_rows || *kernel != Kernel::Portable) {
+        let (found, of) = match kernel {
+            Kernel::Hopper => (hopper::forward(case).map(Forward::Hopper), ""),
+            Kernel::Mma => (mma::forward(case).map(Forward::Mma), ""),
+            Kernel::Portable => (few_rows::choose(case).map(Forward::from), " of few rows"),
+            _ => (matrix::choose(case, Role::Forward).map(Forward::Matrix), ""),
         };
         match found {
             Ok(forward) => return Ok(forward),
-            Err(why) if asked.is_some() => return Err(kernel.unavailable(why)),
-            Err(why) => passed_over.push(PassedOver { what: format!("forward {}", kernel.name()), why }),
+            Err(why) if asked.is_some_and(|asked| asked != Kernel::Portable) => return Err(kernel.unavailable(why)),
+            Err(why) => passed_over.push(PassedOver { what: format!("forward {}{of}", kernel.name()), why }),
         }
     }
     if rows::wanted(case.device, asked) {
         return Ok(Forward::Rows(rows::tile(case, Role::Forward)));
     }
-    Ok(Forward::Portable(portable::choose(case, Stage::Forward, passed_over)?))
+    Ok(portable::choose(case, Stage::Forward, passed_over)?.into())
 }
 
 /// Chooses the backward: the most preferred kernels that support the problem, or the requested ones.
@@ -168,7 +172,10 @@ pub fn forward_candidates(
         Forward::Mma(planned) => mma::alternatives(case, planned).into_iter().map(Forward::Mma).collect(),
         Forward::Matrix(_) => matrix::fitting(case, Role::Forward).into_iter().map(Forward::Matrix).collect(),
         Forward::Rows(tile) => rows::alternatives(tile).into_iter().map(Forward::Rows).collect(),
-        Forward::Portable(_) => portable::fitting(device, Stage::Forward).map(Forward::Portable).collect(),
+        Forward::Portable(PortableForward::FewRows(planned)) => {
+            few_rows::alternatives(case, planned).into_iter().map(Forward::from).collect()
+        }
+        Forward::Portable(_) => portable::fitting(device, Stage::Forward).map(Forward::from).collect(),
     };
     Ok(candidates(planned, others, limit, |other| plan::check_forward_cubes(case, other)))
 }

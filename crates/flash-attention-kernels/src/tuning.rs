@@ -10,7 +10,7 @@ use crate::error::{AttentionError, Result};
 use crate::launch::{Gradients, Inputs, Saved, Scratch, backward_with, forward_with};
 use crate::problem::{AttentionOptions, AttentionProblem};
 use crate::tensor::TensorView;
-use crate::tiling::{self, BackwardTiles, Device, Forward, Gradient};
+use crate::tiling::{self, BackwardTiles, Device, Forward, Gradient, PortableForward};
 use cubecl::client::Client;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::environment::{CacheOption, Store, StoreOptions};
@@ -379,6 +379,10 @@ fn forward_name(forward: Forward, planned: Forward) -> String {
             format!("{:?} num_splits {:?}", forward.tile, forward.num_splits.cmp(&planned.num_splits))
         }
         (Forward::Mma(forward), _) => format!("{:?}", forward.tile),
+        (
+            Forward::Portable(PortableForward::FewRows(forward)),
+            Forward::Portable(PortableForward::FewRows(planned)),
+        ) => format!("{:?} num_splits {:?}", forward.tile, forward.num_splits.cmp(&planned.num_splits)),
         (forward, _) => format!("{forward:?}"),
     }
 }

@@ -131,7 +131,7 @@ macro_rules! family {
         impl $tile {
             /// Prepares the launch that computes `o` and `lse`: finds everything that can fail.
             pub(super) fn forward<'a>(self, call: &'a Call<'a>, outputs: Outputs<'a>) -> Result<Launch<'a>> {
-                let (list, kernel) = (Forward::$name(self).list(false), $family::forward::forward::launch_unchecked);
+                let (list, kernel) = (Forward::from(self).list(false), $family::forward::forward::launch_unchecked);
                 outputs.direct(call, list, self.direct(call, Role::Forward)?, kernel)
             }
 

@@ -5,7 +5,7 @@ use crate::error::AttentionError;
 use crate::portable::nothing;
 use crate::problem::AttentionProblem;
 use crate::tensor::TensorView;
-use crate::tiling::{self, Forward, recent};
+use crate::tiling::{self, Forward, PortableForward, recent};
 use cubecl::client::Client;
 use cubecl::ir::AddressType;
 
@@ -60,7 +60,8 @@ pub fn forward_with(
     tiling::check_blocks(call.case(), kernel.kernel(), kernel.list(false))?;
     let outputs = Outputs { o, lse, addresses };
     let launch = match kernel {
-        Forward::Portable(tile) => tile.forward(&call, outputs),
+        Forward::Portable(PortableForward::Tiles(tile)) => tile.forward(&call, outputs),
+        Forward::Portable(PortableForward::FewRows(plan)) => plan.forward(&call, outputs),
         Forward::Matrix(tile) => tile.forward(&call, outputs),
         Forward::Rows(tile) => tile.forward(&call, outputs),
         #[cfg(feature = "cuda")]

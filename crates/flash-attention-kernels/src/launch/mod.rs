@@ -8,10 +8,10 @@ mod cache;
 mod counters;
 mod direct;
 mod dropout;
+mod few_rows;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
-#[cfg(feature = "cuda")]
 mod key_splits;
 #[cfg(feature = "cuda")]
 mod mma;

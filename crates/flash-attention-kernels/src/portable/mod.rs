@@ -2,15 +2,19 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+pub mod combine;
 pub mod dbias;
 pub mod delta;
 pub mod dsinks;
+pub mod few_rows;
 pub mod forward;
 pub mod gradient;
 pub mod nothing;
 pub mod recompute;
 pub mod scores;
 pub mod tile;
+
+pub use few_rows::{FewRowsBlueprint, FewRowsTile};
 
 use crate::fragment::Role;
 use crate::score::Factor;

@@ -7,6 +7,7 @@ use crate::hopper::BiasTile;
 use crate::matrix::MatrixTile;
 use crate::mma::MmaTile;
 use crate::mods::TENSORS;
+use crate::portable::FewRowsTile;
 use crate::portable::tile::TileShape;
 use crate::rows::RowsTile;
 use crate::tensor_core::HopperTile;
@@ -50,11 +51,12 @@ impl Kernel {
     }
 }
 
-/// A kernel family with the tiles and parameters of a kernel. `H` are those of Hopper's kernel, `M` those of `mma.sync`.
+/// A kernel family with the tiles and parameters of a kernel. `H` are those of Hopper's kernel, `M` those of `mma.sync`, `P` those of the
+/// portable one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum FamilyTiles<H, M> {
+pub enum FamilyTiles<H, M, P> {
     /// [`Kernel::Hopper`].
     Hopper(H),
     /// [`Kernel::Mma`].
@@ -64,7 +66,7 @@ pub enum FamilyTiles<H, M> {
     /// [`Kernel::Rows`].
     Rows(RowsTile),
     /// [`Kernel::Portable`].
-    Portable(TileShape),
+    Portable(P),
 }
 
 /// A forward kernel with its tiles.
@@ -75,7 +77,7 @@ pub enum FamilyTiles<H, M> {
 /// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
 /// assert_eq!(Forward::from(tile).kernel(), Kernel::Portable);
 /// ```
-pub type Forward = FamilyTiles<HopperForward, MmaForward>;
+pub type Forward = FamilyTiles<HopperForward, MmaForward, PortableForward>;
 
 /// A gradient kernel with its tiles.
 ///
@@ -85,7 +87,7 @@ pub type Forward = FamilyTiles<HopperForward, MmaForward>;
 /// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
 /// assert_eq!(Gradient::Portable(tile).kernel(), Kernel::Portable);
 /// ```
-pub type Gradient = FamilyTiles<HopperGradient, MmaTiles>;
+pub type Gradient = FamilyTiles<HopperGradient, MmaTiles, TileShape>;
 
 /// Parameters of a forward by [`Kernel::Hopper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -140,7 +142,34 @@ impl MmaForward {
     }
 }
 
-impl<H: Copy + Into<HopperTile>, M: Copy + Into<MmaTile>> FamilyTiles<H, M> {
+/// Parameters of a forward by [`Kernel::Portable`].
+///
+/// ```
+/// use flash_attention_kernels::{PortableForward, TileShape};
+///
+/// let tile = TileShape { tile_q: 32, tile_k: 32, units_q: 8, units_k: 8, chunk: 32 };
+/// assert_eq!(PortableForward::from(tile), PortableForward::Tiles(tile));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+#[non_exhaustive]
+pub enum PortableForward {
+    /// Blocks of queries of one head.
+    Tiles(TileShape),
+    /// Few queries of all heads of a group.
+    FewRows(FewRowsForward),
+}
+
+/// Parameters of the portable forward of few rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct FewRowsForward {
+    /// Tile.
+    pub tile: FewRowsTile,
+    /// Number of splits of the keys. More than one is used if heads are too few to keep the device busy.
+    pub num_splits: usize,
+}
+
+impl<H: Copy + Into<HopperTile>, M: Copy + Into<MmaTile>, P: Copy + Into<PortableForward>> FamilyTiles<H, M, P> {
     /// The kernel family.
     pub fn kernel(&self) -> Kernel {
         match self {
@@ -159,8 +188,11 @@ impl<H: Copy + Into<HopperTile>, M: Copy + Into<MmaTile>> FamilyTiles<H, M> {
             FamilyTiles::Mma(tiles) => (tiles.into().tile_q(), tiles.into().tile_k),
             FamilyTiles::Matrix(tile) => (tile.rows(), tile.columns),
             FamilyTiles::Rows(tile) => (tile.block(), RUN),
-            FamilyTiles::Portable(tile) if keys => (tile.tile_k, tile.tile_q),
-            FamilyTiles::Portable(tile) => (tile.tile_q, tile.tile_k),
+            FamilyTiles::Portable(tiles) => match tiles.into() {
+                PortableForward::Tiles(tile) if keys => (tile.tile_k, tile.tile_q),
+                PortableForward::Tiles(tile) => (tile.tile_q, tile.tile_k),
+                PortableForward::FewRows(FewRowsForward { tile, .. }) => (tile.rows, tile.tile_k),
+            },
         };
         ListShape { keys, rows, columns }
     }
@@ -293,4 +325,7 @@ from!(MmaForward, Forward, plan => Forward::Mma(plan));
 from!(MmaTiles, Forward, tiles => Forward::Mma(tiles.into()));
 from!(MatrixTile, Forward, tile => Forward::Matrix(tile));
 from!(RowsTile, Forward, tile => Forward::Rows(tile));
-from!(TileShape, Forward, tile => Forward::Portable(tile));
+from!(TileShape, PortableForward, tile => PortableForward::Tiles(tile));
+from!(FewRowsForward, PortableForward, plan => PortableForward::FewRows(plan));
+from!(TileShape, Forward, tile => Forward::Portable(tile.into()));
+from!(FewRowsForward, Forward, plan => Forward::Portable(plan.into()));

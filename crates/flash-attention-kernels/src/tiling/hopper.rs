@@ -12,6 +12,7 @@ use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
 use crate::mma::{MmaTile, Products};
+use crate::portable::tile::TileShape;
 use crate::problem::AttentionProblem;
 use crate::score::{Factor, Factors};
 use crate::tensor_core::{Blueprint, HopperTile, PANEL, Rows};
@@ -68,7 +69,8 @@ pub fn forward(case: Case) -> Result<HopperForward, String> {
 fn num_splits(Case { device, problem }: Case, tile: &HopperTile) -> usize {
     let heads = problem.batch * problem.num_heads_q;
     let workers = device.multiprocessors * tile.consumer_groups;
-    splits::choose(problem, &SplitWork { workers, heads, tile_q: tile.tile_q(), tile_k: tile.tile_k })
+    let (tile_q, tile_k) = (tile.tile_q(), tile.tile_k);
+    splits::choose(problem, &SplitWork { workers, heads, tile_q, tile_k, max_splits: splits::MAX_SPLITS })
 }
 
 /// The forward with this tile.
@@ -154,7 +156,7 @@ pub fn backward(case: Case) -> Result<Gradients, String> {
 
 /// Whether the blocks of a block mask consist of whole tiles.
 fn divides(tile: &HopperTile) -> bool {
-    FamilyTiles::<_, MmaTile>::Hopper(*tile).list(false).divides_blocks()
+    FamilyTiles::<_, MmaTile, TileShape>::Hopper(*tile).list(false).divides_blocks()
 }
 
 /// The gradient of the bias by Hopper's kernel, if the other gradients run on Hopper, or the reason why it cannot run.
@@ -318,7 +320,7 @@ pub(crate) fn check(
     let Case { device, problem } = case;
     let HopperTile { consumer_groups, warpgroups, tile_k, stages, ping_pong: _, producer_warp } = tile;
     let forward = role == Role::Forward;
-    FamilyTiles::<_, MmaTile>::Hopper(tile).list(role.is_transposed()).check_words(problem)?;
+    FamilyTiles::<_, MmaTile, TileShape>::Hopper(tile).list(role.is_transposed()).check_words(problem)?;
     for (what, value, least) in [
         ("consumer_groups", consumer_groups, 1),
         // The second warpgroup loads V.

@@ -256,6 +256,7 @@ fn few_rows(case: Case) -> Result<MmaForward, String> {
             heads,
             tile_q: (tile.tile_q() / group).max(1),
             tile_k: tile.tile_k,
+            max_splits: splits::MAX_SPLITS,
         };
         let tiles = MmaTiles { tile: *tile, head_group: heads.max(1) };
         let plan = MmaForward { tiles, num_splits: splits::choose(problem, &work), pack_gqa: group > 1 };

@@ -1,10 +1,10 @@
 //! The plan: chosen kernels, tiles and memory, and the alternatives that were passed over.
 
 use super::{
-    BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, Forward, Gradient, HopperForward,
-    HopperGradient, Kernel, ListShape, MmaForward, bias_sums_len, blocks, check_backward_blocks, check_blocks,
-    check_dtype, check_sequences, choose_backward, choose_forward, cube_count, dq_accum_len, recent, scratch_floats,
-    split_sums_len, stats_rows,
+    BackwardTiles, BiasGradient, COUNTER_BYTES, COUNTERS, Case, Device, FewRowsForward, Forward, Gradient,
+    HopperForward, HopperGradient, Kernel, ListShape, MmaForward, PortableForward, bias_sums_len, blocks,
+    check_backward_blocks, check_blocks, check_dtype, check_sequences, choose_backward, choose_forward, cube_count,
+    dq_accum_len, few_rows, recent, scratch_floats, split_sums_len, stats_rows,
 };
 use crate::error::{AttentionError, Result};
 use crate::hopper::BiasTile;
@@ -62,8 +62,10 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (tile_q, tile_k) = (self.forward.tile_q(), self.forward.tile_k());
         write!(f, "forward {} {tile_q}×{tile_k}", self.forward.kernel().name())?;
-        if let Forward::Mma(MmaForward { pack_gqa: true, .. }) = self.forward {
-            write!(f, " of packed heads")?;
+        match self.forward {
+            Forward::Mma(MmaForward { pack_gqa: true, .. }) => write!(f, " of packed heads")?,
+            Forward::Portable(PortableForward::FewRows(_)) => write!(f, " of few rows")?,
+            _ => {}
         }
         if let num_splits @ 2.. = num_splits(&self.forward) {
             write!(f, " in {num_splits} splits")?;
@@ -241,21 +243,28 @@ fn plan_for(case: Case, asked: Option<Kernel>) -> Result<Plan> {
 /// Number of f32 values that splits of the keys leave to be combined: outputs and their lse.
 fn forward_scratch_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
     let outputs = split_floats(problem, forward);
-    outputs + outputs / problem.head_dim_v.next_multiple_of(8) as u64
+    outputs + outputs / split_columns(problem) as u64
+}
+
+/// Columns of the outputs of splits.
+pub(crate) fn split_columns(problem: &AttentionProblem) -> usize {
+    problem.head_dim_v.next_multiple_of(8)
 }
 
 /// Number of f32 values of the outputs of splits.
 fn split_floats(problem: &AttentionProblem, forward: &Forward) -> u64 {
     match num_splits(forward) {
         1 => 0,
-        num_splits => (num_splits * problem.rows() * problem.head_dim_v.next_multiple_of(8)) as u64,
+        num_splits => (num_splits * problem.rows() * split_columns(problem)) as u64,
     }
 }
 
 /// Number of splits of the keys.
 fn num_splits(forward: &Forward) -> usize {
     match forward {
-        Forward::Hopper(HopperForward { num_splits, .. }) | Forward::Mma(MmaForward { num_splits, .. }) => *num_splits,
+        Forward::Hopper(HopperForward { num_splits, .. })
+        | Forward::Mma(MmaForward { num_splits, .. })
+        | Forward::Portable(PortableForward::FewRows(FewRowsForward { num_splits, .. })) => *num_splits,
         _ => 1,
     }
 }
@@ -294,6 +303,9 @@ fn check_size(case: Case, forward: &Forward, backward: &BackwardTiles) -> Result
 
 /// Checks that the device can launch every thread block of the forward. Smaller tiles need more of them.
 pub(super) fn check_forward_cubes(case: Case, forward: &Forward) -> Result<()> {
+    if let Forward::Portable(PortableForward::FewRows(plan)) = forward {
+        return few_rows::check_cubes(case, *plan);
+    }
     check_cubes(case, "forward", forward.tile_q(), false)
 }
 

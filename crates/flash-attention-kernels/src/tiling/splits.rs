@@ -14,8 +14,10 @@ const ITEM: usize = 3;
 /// tile.
 const COMBINE: usize = 4;
 const COMBINED: usize = 4 << 20;
+/// Largest number of splits that the kernels for NVIDIA GPUs are given.
+pub(super) const MAX_SPLITS: usize = 64;
 /// Numbers of splits that are considered.
-const SPLITS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
+const SPLITS: [usize; 14] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128];
 
 /// Work tiles before keys are split, and what computes them.
 pub(super) struct SplitWork {
@@ -27,12 +29,14 @@ pub(super) struct SplitWork {
     pub tile_q: usize,
     /// Keys of a tile.
     pub tile_k: usize,
+    /// Largest number of splits.
+    pub max_splits: usize,
 }
 
 /// Number of splits of the keys that minimises the estimated time. Times are in tiles of keys; a consumer group computes a tile in
 /// about 1.4 µs.
 pub(super) fn choose(problem: &AttentionProblem, of: &SplitWork) -> usize {
-    let SplitWork { workers, heads, tile_q, tile_k } = *of;
+    let SplitWork { workers, heads, tile_q, tile_k, max_splits } = *of;
     let blocks = problem.seq_q.div_ceil(tile_q);
     // With this many blocks, a worker that finishes early finds more work. With a block mask, only the device knows the length of a
     // block.
@@ -61,7 +65,7 @@ pub(super) fn choose(problem: &AttentionProblem, of: &SplitWork) -> usize {
     };
     SPLITS
         .into_iter()
-        .filter(|num_splits| *num_splits == 1 || 2 * num_splits <= longest)
+        .filter(|num_splits| *num_splits == 1 || 2 * num_splits <= longest && *num_splits <= max_splits)
         .min_by_key(|num_splits| time(*num_splits))
         .unwrap_or(1)
 }

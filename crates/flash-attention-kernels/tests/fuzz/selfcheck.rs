@@ -5,7 +5,7 @@ use crate::draw::Source;
 use crate::line::Line;
 use crate::shrink::shrink;
 use crate::worker::{Abilities, Outcome, caught};
-use flash_attention_kernels::{BackwardTiles, Forward, Kernel, TileShape};
+use flash_attention_kernels::{BackwardTiles, Kernel, TileShape};
 
 /// Drawn lines are valid problems and survive a round trip through text. A planted fault is found, and its case is simplified.
 pub fn lines_and_shrinking() {
@@ -57,7 +57,7 @@ fn by_oracle(line: &Line, times: f64) -> Outcome {
             dalibi_slopes: of.dalibi_slopes,
             dsinks: of.dsinks,
             dscore_tensors: of.dscore_tensors,
-            forward: Forward::Portable(tile),
+            forward: tile.into(),
             backward: BackwardTiles::portable(tile, true),
         };
         case.judge(&results);

@@ -433,8 +433,9 @@ impl Case {
             None => forward(client, &of_forward, &given, &o.view, &lse.view)?,
         };
         let kernel = ran.kernel();
-        let few = self.tiles.is_none() && p.group_size() * p.seq_q <= 64 && p.seq_k >= 256;
-        let decoding = few && p.options.dropout == 0.0 && p.block_mask.is_none();
+        let few = self.tiles.is_none() && p.options.dropout == 0.0 && p.block_mask.is_none();
+        let few = few && (lanes::device() == "cuda" || p.cu_seqlens.is_none());
+        let decoding = few.then(|| [p.group_size() * p.seq_q, p.seq_k]);
         match self.tiles {
             Some((forced, _)) => assert_eq!(kernel, forced.kernel(), "{p:?}"),
             // Hopper's kernel reads no pages, and that of `mma.sync` only whole vectors.

@@ -119,23 +119,45 @@ pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
     multiplies.then_some(found)
 }
 
-/// Asserts that the kernel that ran a forward is the lane's or, on CUDA, that of few rows for a step of `decoding`.
-pub fn assert_kernel(ran: Kernel, dtype: Dtype, decoding: bool) {
-    if decoding && device() == "cuda" && forced_kernel(dtype).is_none() {
-        return assert_eq!(ran, Kernel::Mma, "the kernel of a step of decoding");
+/// The kernel that is planned for a step of decoding, if a family has one of its own: of this many queries of all query heads of a group
+/// over this many keys.
+fn kernel_of_few_rows(dtype: Dtype, rows: usize, keys: usize) -> Option<Kernel> {
+    let planned = forced_kernel(dtype).is_none();
+    match device().as_str() {
+        "cuda" => (planned && rows <= 64 && keys >= 256).then_some(Kernel::Mma),
+        // Other GPUs in half precision, whose kernel is that of matrix products.
+        "vulkan" => {
+            let card = agreed(|lane| lane.adapter) != Some("processor");
+            (planned && rows <= 16 && card && dtype != Dtype::F32).then_some(Kernel::Portable)
+        }
+        _ => None,
     }
-    let expected: Vec<Kernel> = match forced_kernel(dtype) {
+}
+
+/// A step of decoding: the number of queries of all query heads of a group, and of keys.
+pub type FewRows = Option<[usize; 2]>;
+
+/// Asserts that the kernel that ran a forward is the lane's or that of few rows for a step of `decoding`.
+pub fn assert_kernel(ran: Kernel, dtype: Dtype, decoding: FewRows) {
+    let few = decoding.and_then(|[rows, keys]| kernel_of_few_rows(dtype, rows, keys));
+    if let Some(kernel) = few.filter(|_| agreed(|lane| lane.adapter).is_some()) {
+        return assert_eq!(ran, kernel, "the kernel of a step of decoding");
+    }
+    let mut expected: Vec<Kernel> = match forced_kernel(dtype) {
         Some(kernel) => vec![kernel],
         None if dtype == Dtype::F32 => lanes().map(|lane| lane.single).collect(),
         None => lanes().map(|lane| lane.half).collect(),
     };
+    // The adapter may be a GPU.
+    expected.extend(few);
     assert!(expected.contains(&ran), "the kernel {} ran in {}; expected one of {expected:?}", ran.name(), dtype.name());
 }
 
 /// The kernel of the gradients, where `forward` is that of the forward of a step of `decoding` or of any other problem.
-pub fn kernel_of_gradients(forward: Kernel, dtype: Dtype, decoding: bool) -> Kernel {
-    let planned = decoding && device() == "cuda" && forced_kernel(dtype).is_none() && dtype != Dtype::F32;
-    if planned { agreed(|lane| lane.half).expect("CUDA has one lane") } else { forward }
+pub fn kernel_of_gradients(forward: Kernel, dtype: Dtype, decoding: FewRows) -> Kernel {
+    let few = decoding.and_then(|[rows, keys]| kernel_of_few_rows(dtype, rows, keys));
+    let planned = few.is_some() && dtype != Dtype::F32;
+    if planned { agreed(|lane| lane.half).expect("the lane is known") } else { forward }
 }
 
 /// Whether the lane's device addresses elements further apart than 32 bits.

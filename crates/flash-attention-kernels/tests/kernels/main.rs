@@ -11,6 +11,7 @@ mod common;
 mod empty;
 mod failures;
 mod faults;
+mod few_rows;
 mod functions;
 mod masks;
 mod offsets;

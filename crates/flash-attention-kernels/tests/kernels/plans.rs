@@ -2,7 +2,7 @@
 
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Gradient, Kernel, Precision,
+    AttentionError, AttentionOptions, AttentionProblem, Dtype, Forward, Gradient, Kernel, PortableForward, Precision,
 };
 
 /// A device with the limits that WebGPU guarantees.
@@ -38,7 +38,7 @@ fn tiles_follow_shared_memory() {
     let chosen = |kib: usize| {
         let device = Device { shared_memory: kib << 10, ..smallest() };
         let plan = plan_on(&device, &problem([1, 1, 64, 256])).unwrap();
-        let Forward::Portable(tile) = plan.forward else { panic!("{plan}") };
+        let Forward::Portable(PortableForward::Tiles(tile)) = plan.forward else { panic!("{plan}") };
         // Six of the entries are kernels of matrix products, for the forward and the backward.
         (tile.tile_q, tile.tile_k, tile.units_q, plan.passed_over.len() - 6)
     };
@@ -150,4 +150,81 @@ fn a_backward_that_binds_too_much_is_told_beforehand() {
     assert!(plan.to_string().contains("not any backward: dq binds 8 buffers"), "{plan}");
     let fewer = plan_on(&Device { bindings: 6, ..smallest() }, &both).unwrap_err();
     assert!(matches!(fewer, AttentionError::Bindings { kernel: "forward", needed: 7, available: 6, .. }), "{fewer}");
+}
+
+/// A GPU with cooperative matrices, through Vulkan.
+fn gpu() -> Device {
+    Device {
+        shared_memory: 48 << 10,
+        units: 1024,
+        bindings: 32,
+        dtypes: vec![Dtype::F32, Dtype::F16],
+        multiprocessors: 132,
+        plane: 32,
+        matrices: vec![(Dtype::F16, [16; 3])],
+        ..smallest()
+    }
+}
+
+/// A step of decoding: `heads` query heads, `seq_q` queries, `seq_k` keys.
+fn decoding(batch: usize, heads: [usize; 2], seq_q: usize, seq_k: usize) -> AttentionProblem {
+    let k = [batch, heads[1], seq_k, 128];
+    AttentionProblem::new(&[batch, heads[0], seq_q, 128], &k, &k, Dtype::F16, AttentionOptions::default()).unwrap()
+}
+
+/// With few rows the query heads of a group share a tile, and keys are split until the device is busy.
+#[test]
+fn few_rows_are_packed_and_split() {
+    let chosen = |problem: &AttentionProblem| {
+        let plan = plan_on(&gpu(), problem).unwrap();
+        let Forward::Portable(PortableForward::FewRows(few)) = plan.forward else { panic!("{plan}") };
+        (few.tile.rows, few.num_splits, plan.forward_scratch_bytes)
+    };
+    // Each thread block has its own tiles where heads are many, and an eighth of the keys where they are 128.
+    assert_eq!(chosen(&decoding(600, [32, 8], 1, 4096)), (4, 1, 0));
+    assert_eq!(chosen(&decoding(16, [32, 8], 1, 4096)), (4, 8, 4 * 8 * 16 * 32 * (128 + 1)));
+    assert_eq!(chosen(&decoding(1, [32, 8], 1, 131_072)).1, 128);
+    assert_eq!(chosen(&decoding(1, [32, 8], 1, 100)), (4, 1, 0));
+    assert_eq!(chosen(&decoding(1, [48, 8], 1, 100)).0, 8);
+    assert_eq!(chosen(&decoding(1, [32, 8], 3, 100)).0, 16);
+    let text = plan_on(&gpu(), &decoding(16, [32, 8], 1, 4096)).unwrap().to_string();
+    assert!(text.starts_with("forward portable 4×64 of few rows in 8 splits, dq matrix"), "{text}");
+
+    // More rows are faster by matrix products, and on a processor the kernels that it prefers.
+    let more = decoding(1, [32, 8], 5, 100);
+    assert_eq!(plan_on(&gpu(), &more).unwrap().forward.kernel(), Kernel::Matrix);
+    let mut single = more;
+    single.dtype = Dtype::F32;
+    assert_eq!(chosen(&single).0, 16);
+    let processor = Device { card: false, plane: 8, matrices: Vec::new(), ..gpu() };
+    assert_eq!(plan_on(&processor, &decoding(1, [32, 8], 1, 100)).unwrap().forward.kernel(), Kernel::Rows);
+}
+
+/// Tiles of few rows fit the shared memory, and the plan says why another kernel is used.
+#[test]
+fn few_rows_need_room_and_other_options() {
+    let small = Device { dtypes: vec![Dtype::F32, Dtype::F16], ..smallest() };
+    let tile = |rows_of_group: usize| {
+        let plan = plan_on(&small, &decoding(1, [rows_of_group, 1], 1, 100)).unwrap();
+        let Forward::Portable(PortableForward::FewRows(few)) = plan.forward else { panic!("{plan}") };
+        (few.tile.rows, few.tile.tile_k)
+    };
+    assert_eq!([4, 8, 16].map(tile), [(4, 64), (8, 32), (16, 16)]);
+    let problem = decoding(1, [4, 1], 1, 100);
+    let mut dropping = problem;
+    (dropping.options.dropout, dropping.options.dropout_seed) = (0.1, Some(1));
+    for other in [
+        dropping,
+        problem.with_block_mask(&[1, 1, 1, 1], 128, 128).unwrap(),
+        problem.with_cu_seqlens(&[2], &[2]).unwrap(),
+    ] {
+        let plan = plan_on(&gpu(), &other).unwrap();
+        assert_eq!(plan.forward.kernel(), Kernel::Matrix, "{plan}");
+        assert!(plan.to_string().contains("not forward portable of few rows: query heads are not packed with dropout"));
+    }
+    // Lengths of queries and of keys are two buffers.
+    let masked = problem.with_mask(&[1, 1, 1, 100]).unwrap();
+    let lengths = masked.with_seq_lens_q(&[1]).unwrap().with_seq_lens_k(&[1]).unwrap();
+    let plan = plan_on(&small, &lengths).unwrap();
+    assert!(plan.to_string().contains("not forward portable of few rows: forward binds 8 buffers"), "{plan}");
 }

@@ -21,6 +21,7 @@ const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/blocks.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/cache.rs", "CacheFull", 1, "caches::what_cannot_be_appended_is_refused"),
     ("launch/direct.rs", "KernelUnavailable", 2, "refusals::limits::tiles_kernels_and_scratch"),
+    ("launch/few_rows.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/forward.rs", "KernelUnavailable", 1, "refusals::limits::tiles_kernels_and_scratch"),
     ("launch/hopper/backward.rs", "KernelUnavailable", 1, "tiles::hoppers_gradients"),
     ("launch/hopper/dbias.rs", "Grid", 1, OUT_OF_REACH),

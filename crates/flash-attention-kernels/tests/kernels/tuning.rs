@@ -6,8 +6,8 @@ use cubecl::client::Client;
 use flash_attention_kernels::tiling::{Device, Stage, backward_candidates, forward_candidates, shared_memory};
 use flash_attention_kernels::tuning::{CANDIDATES, Tuned, forget, forward_tuned, tuned};
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, Forward, Gradient, Inputs, TensorView,
-    plan,
+    AttentionError, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, Forward, Gradient, Inputs,
+    PortableForward, TensorView, plan,
 };
 use std::path::Path;
 use std::process::Command;
@@ -252,7 +252,7 @@ fn candidates_fit_the_device_and_start_with_the_planned_one() {
             for (n, forward) in forwards.iter().enumerate() {
                 assert!(!forwards[..n].contains(forward), "{forwards:?}");
                 assert_eq!(forward.kernel(), planned.forward.kernel());
-                if let Forward::Portable(tile) = forward {
+                if let Forward::Portable(PortableForward::Tiles(tile)) = forward {
                     assert!(shared_memory(tile, Stage::Forward) <= device.shared_memory);
                 }
             }

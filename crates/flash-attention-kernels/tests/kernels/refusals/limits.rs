@@ -7,8 +7,8 @@ use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, BackwardTiles, BiasGradient, BiasTile, BlockMask, Dtype,
-    Gradient, HopperForward, HopperGradient, Kernel, MAX_ELEMENTS, MAX_PAIRS, MAX_SEQ, MatrixTile, MmaTile, MmaTiles,
-    RowsTile, TileShape, plan, plan_with,
+    FewRowsForward, FewRowsTile, Gradient, HopperForward, HopperGradient, Kernel, MAX_ELEMENTS, MAX_PAIRS, MAX_SEQ,
+    MatrixTile, MmaTile, MmaTiles, RowsTile, TileShape, plan, plan_with,
 };
 use flash_attention_reference::mods::Bent;
 
@@ -92,12 +92,19 @@ fn tiles_kernels_and_scratch() {
     const UNEVEN: TileShape = TileShape { tile_q: 33, ..TILE };
     const LARGE: TileShape = TileShape { tile_q: 512, tile_k: 512, units_q: 16, units_k: 16, chunk: 32 };
     const LONG: TileShape = TileShape { tile_q: 96, ..TILE };
+    const FEW: FewRowsTile = FewRowsTile { rows: 4, tile_k: 64, lanes: 4, reads: 8 };
     let of_forward = rows! { Call:
         |call| call.forward = UNEVEN.into() => Unsupported { option: "tile", value } if value.contains("tile_q: 33");
         |call| call.forward = LARGE.into() => NoTileFits { head_dim: 4, tile_q: 512, tile_k: 512, units: 256 };
         |call| call.forward = RowsTile { units: 0, rows: 1 }.into() => KernelUnavailable { kernel: "rows", why } if why.contains("units is 0");
         |call| call.forward = RowsTile { units: 1 << 20, rows: 1 }.into() => KernelUnavailable { kernel: "rows", why }
             if why.contains("needs 1048576");
+        |call| call.forward = FewRowsForward { tile: FewRowsTile { lanes: 3, ..FEW }, num_splits: 1 }.into() =>
+            KernelUnavailable { kernel: "portable", why } if why.contains("lanes: 3");
+        |call| call.forward = FewRowsForward { tile: FEW, num_splits: 0 }.into() =>
+            KernelUnavailable { kernel: "portable", why } if why.contains("num_splits is 0");
+        |call| call.forward = FewRowsForward { tile: FewRowsTile { tile_k: 1 << 20, ..FEW }, num_splits: 1 }.into() =>
+            KernelUnavailable { kernel: "portable", why } if why.contains("bytes of shared memory");
         |call| call.forward = MATRIX.into() => KernelUnavailable { kernel: "matrix", why } if why.contains("[3, 5, 7]");
     };
     let of_backward = rows! { Call:
