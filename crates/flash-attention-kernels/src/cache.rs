@@ -1,4 +1,4 @@
-//! Key/value caches: keys and values of new positions are written after those of earlier calls, in place.
+//! Key/value caches: keys and values of new positions are written after those of earlier calls, in place, and pages are copied.
 //!
 //! A cache is `k [B, Hkv, C, D]` and `v [B, Hkv, C, Dv]`, of which a sequence has used the first positions. Attention reads it like any
 //! other keys and values, with strides of the whole cache and the lengths of the [sequences](mod@crate::sequences). Or it is a pool of
@@ -98,4 +98,41 @@ pub fn append<E: Float, N: Size>(
             after[at] = min(begin + count, capacity);
         }
     }
+}
+
+/// Copies whole pages of keys and values to others. `pairs [n, 2]` has the pages that are copied, each with the page that it is copied to;
+/// a pair with a page that does not exist copies nothing. No page is copied to that another pair names. A thread copies a vector of K or
+/// of V.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub fn copy_pages<E: Float, N: Size>(pool: CachedKeysValues<E, N>, pairs: &Tensor<u32>, #[define(E)] _type: ElemType) {
+    let width = N::value();
+    let (heads, rows) = (pool.k.shape(1), pool.k.shape(2));
+    let (of_k, of_v) = (pool.k.shape(3) / width, pool.v.shape(3) / width);
+    let row = ABSOLUTE_POS / (of_k + of_v);
+    let column = ABSOLUTE_POS % (of_k + of_v);
+    let (head, row) = (row / rows, row % rows);
+    let (pair, head) = (head / heads, head % heads);
+    if pair >= pairs.shape(0) {
+        terminate!();
+    }
+    let at = pair * pairs.stride(0);
+    let (from, to) = (pairs[at] as usize, pairs[at + pairs.stride(1)] as usize);
+    if from < pool.k.shape(0) && to < pool.k.shape(0) {
+        if column < of_k {
+            let at = row_start(&*pool.k, 0usize, head, row as u32) + column * width * pool.k.stride(3);
+            copy_vector(pool.k, from, to, at);
+        } else {
+            let column = column - of_k;
+            let at = row_start(&*pool.v, 0usize, head, row as u32) + column * width * pool.v.stride(3);
+            copy_vector(pool.v, from, to, at);
+        }
+    }
+}
+
+/// Copies the vector at element `at` of a page to the same place of another page.
+#[cube]
+fn copy_vector<E: Float, N: Size>(tensor: &mut Tensor<Vector<E, N>>, from: usize, to: usize, at: usize) {
+    let (width, stride) = (N::value(), tensor.stride(0));
+    let copied = tensor[(from * stride + at) / width];
+    tensor[(to * stride + at) / width] = copied;
 }

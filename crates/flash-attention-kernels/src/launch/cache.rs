@@ -2,11 +2,10 @@
 
 use super::arguments::page_table;
 use super::{Argument, addresses, elementwise};
-use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append};
+use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append, copy_pages};
 use crate::dtype::Dtype;
 use crate::error::AttentionError;
 use crate::fragment::WIDTH;
-use crate::pages::copy_pages;
 use crate::problem::{PagedKv, agree};
 use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, recent};
