@@ -124,7 +124,10 @@ pub fn forced_kernel(dtype: Dtype) -> Option<Kernel> {
 fn kernel_of_few_rows(dtype: Dtype, rows: usize, keys: usize) -> Option<Kernel> {
     let planned = forced_kernel(dtype).is_none();
     match device().as_str() {
-        "cuda" => (planned && rows <= 64 && keys >= 256).then_some(Kernel::Mma),
+        "cuda" => {
+            let few = rows <= 16 && keys >= 64 || rows <= 64 && keys >= 256;
+            (planned && few).then_some(Kernel::Mma)
+        }
         // Other GPUs in half precision, whose kernel is that of matrix products.
         "vulkan" => {
             let card = agreed(|lane| lane.adapter) != Some("processor");

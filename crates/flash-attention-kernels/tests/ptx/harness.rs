@@ -17,6 +17,7 @@ use flash_attention_kernels::hopper::operands::{DqAccumCompilationArg, ScheduleC
 use flash_attention_kernels::hopper::producer::SpreadCompilationArg;
 use flash_attention_kernels::mask::{Band, BandCompilationArg};
 use flash_attention_kernels::mods::{ModsCompilationArg, TableCompilationArg, TablesCompilationArg};
+use flash_attention_kernels::pages::PageTableCompilationArg;
 use flash_attention_kernels::score::{Factors, ScoreCompilationArg};
 use flash_attention_kernels::tensor_core::{
     Blueprint, DivisorCompilationArg, GradientOutputsCompilationArg, LseOutCompilationArg, OutputsCompilationArg, Rows,
@@ -180,6 +181,15 @@ pub fn extras(problem: &AttentionProblem) -> ExtrasCompilationArg {
             of_mask: tables(problem.mask_tensors),
         },
         lists: optional(problem.block_mask.is_some()),
+        pages: problem.pages.map_or(ComptimeOptionCompilationArg::None, |pages| {
+            ComptimeOptionCompilationArg::Some(PageTableCompilationArg {
+                pages: buffer(),
+                sequence_stride: (),
+                page_stride: (),
+                num_pages: (),
+                page_size: pages.page_size as u32,
+            })
+        }),
     }
 }
 

@@ -166,9 +166,12 @@ fn packed_heads_are_products_of_warps() {
         let causal = decoding(head_dim, dtype, 1);
         let mut full = causal;
         full.options.causal = false;
-        for (called, problem) in
-            [("full", full), ("causal", causal), ("alibi", causal.with_alibi_slopes(&[1, 32]).unwrap())]
-        {
+        for (called, problem) in [
+            ("full", full),
+            ("causal", causal),
+            ("alibi", causal.with_alibi_slopes(&[1, 32]).unwrap()),
+            ("pages", full.with_page_table(&[2, 256], 600, 16).unwrap()),
+        ] {
             let plan = plan_on(&before_hopper(memory), &problem).unwrap();
             let Forward::Mma(MmaForward { tiles, num_splits: 2.., pack_gqa: true }) = plan.forward else {
                 panic!("{plan}")
