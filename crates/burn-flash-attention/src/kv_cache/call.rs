@@ -30,8 +30,11 @@ use flash_attention_kernels::{Alignment, AttentionError};
 /// Causality and windows are aligned with the end of each sequence: set [`causal`](FlashAttentionOptions::causal) where several positions
 /// are new and the first must not see the last. [`seq_lens_q`](FlashAttentionOptions::seq_lens_q) is the number of new positions of each
 /// sequence, where prompts of different lengths share a batch: the rest of `q`, `k` and `v` is padding, is not appended, and has output 0.
-/// The keys of mask, bias and tensors of functions are the positions of the cache, [`max_len`](KvCache::max_len) after the call. Dropout, the
-/// lengths of keys, packed sequences, block masks and top-left alignment are refused.
+/// A batch in pages has these numbers itself.
+///
+/// The keys of mask, bias and tensors of functions are the positions of the cache: [`max_len`](crate::KvCache::max_len) after the call, or as
+/// many as the longest sequence of a batch in pages has then. Dropout, the lengths of keys, packed sequences, block masks and top-left
+/// alignment are refused.
 ///
 /// # Panics
 ///
@@ -73,7 +76,8 @@ pub fn flash_attention_with_kvcache(
 /// # Errors
 ///
 /// Each [`AttentionError`] names the argument at fault and its value: [`CacheFull`](AttentionError::CacheFull) if there is no room for the
-/// new positions, [`Tracked`](AttentionError::Tracked) if autodiff tracks an argument, since this attention has no gradient.
+/// new positions, [`OutOfPages`](AttentionError::OutOfPages) if too few pages are free, [`Tracked`](AttentionError::Tracked) if autodiff tracks
+/// an argument, since this attention has no gradient.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {

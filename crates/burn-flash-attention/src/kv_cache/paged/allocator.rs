@@ -125,6 +125,9 @@ impl Allocator {
             return Err(AttentionError::OutOfPages { num_pages, free, needed: needed.pages });
         }
         let mut reserved = Reserved::default();
+        if needed.is_nothing() {
+            return Ok(reserved);
+        }
         for (id, _) in batch {
             let mut sequence = self.sequences.remove(id).unwrap_or_default();
             let forgotten = sequence.out_of_reach(self.window, self.page_size);
@@ -186,6 +189,7 @@ impl Allocator {
                 }
             }
         }
+        needed.left = !left.is_empty();
         needed.forgotten = left.iter().filter(|(page, count)| self.owners[**page as usize] == **count).count();
         // The last owner of a page writes to it.
         let copies = written.iter().map(|(page, count)| (*count).min(self.owners[*page as usize] - 1) as usize);
@@ -207,8 +211,17 @@ impl Allocator {
 #[derive(Default)]
 struct Needed {
     pages: usize,
-    /// Pages that become free before.
+    /// Whether sequences forget pages before.
+    left: bool,
+    /// Pages that become free by that.
     forgotten: usize,
+}
+
+impl Needed {
+    /// Whether no sequence's pages change, as in most steps.
+    fn is_nothing(&self) -> bool {
+        self.pages == 0 && !self.left
+    }
 }
 
 impl Sequence {

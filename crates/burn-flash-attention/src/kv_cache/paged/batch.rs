@@ -19,6 +19,8 @@ pub struct PagedBatch<'a> {
     cache: &'a mut PagedKvCache,
     /// Sequences, each with the number of its new positions.
     sequences: Vec<(SequenceId, usize)>,
+    /// Their lengths before.
+    lens: Vec<usize>,
 }
 
 impl PagedKvCache {
@@ -47,9 +49,9 @@ impl PagedKvCache {
     /// # Ok::<(), burn_flash_attention::AttentionError>(())
     /// ```
     pub fn batch(&mut self, sequences: &[(SequenceId, usize)]) -> Result<PagedBatch<'_>, AttentionError> {
-        let mut named = HashSet::new();
+        let (mut named, mut lens) = (HashSet::new(), Vec::with_capacity(sequences.len()));
         for (sequence, _) in sequences {
-            self.len(*sequence)?;
+            lens.push(self.len(*sequence)?);
             if !named.insert(sequence) {
                 return Err(AttentionError::Unsupported {
                     option: "sequences",
@@ -58,7 +60,7 @@ impl PagedKvCache {
                 });
             }
         }
-        Ok(PagedBatch { cache: self, sequences: sequences.to_vec() })
+        Ok(PagedBatch { cache: self, sequences: sequences.to_vec(), lens })
     }
 }
 
@@ -95,19 +97,14 @@ impl PagedBatch<'_> {
         call::plan(self, q, k, v, options)
     }
 
-    /// Lengths of the sequences, before or after the call.
-    fn lens(&self, after: bool) -> Vec<usize> {
-        let len = |(sequence, new): &(SequenceId, usize)| {
-            let before = self.cache.allocator.get(*sequence).map_or(0, |sequence| sequence.len);
-            before + if after { *new } else { 0 }
-        };
-        self.sequences.iter().map(len).collect()
+    /// Length of the longest sequence after the call.
+    fn longest(&self) -> usize {
+        self.lens.iter().zip(&self.sequences).map(|(len, (_, new))| len + new).max().unwrap_or(0)
     }
 
     /// Whether the host's one number is not the length of all sequences before a call with `new` positions, and of their new positions.
     fn varies(&self, new: usize) -> bool {
-        let lens = self.lens(false);
-        lens.iter().any(|len| *len != lens[0]) || self.is_padded(new)
+        self.lens.iter().any(|len| *len != self.lens[0]) || self.is_padded(new)
     }
 
     /// Whether a sequence has fewer new positions than the tensors.
@@ -182,7 +179,7 @@ impl Operands for PagedBatch<'_> {
                 });
             }
         }
-        let seq_k = self.lens(true).into_iter().max().unwrap_or(0);
+        let seq_k = self.longest();
         let shapes = config.pools().map(|[_, heads, _, head_dim]| [batch, heads, seq_k, head_dim]);
         let (device, mut problem) = posed_over(q, k, v, shapes, options)?;
         if self.is_padded(new) {
@@ -203,9 +200,8 @@ impl Operands for PagedBatch<'_> {
         let kept = self.cache.table.take().filter(|table| !reserved.changed && of_batch(&table.sequences));
         let table = kept.map_or_else(|| self.table(), |table| table.tensor);
         let kept = self.cache.seq_lens.take().filter(|lens| of_batch(&lens.sequences));
-        let before = self.lens(false);
         let lens = varies.then(|| {
-            let values = || before.iter().map(|len| *len as i32).collect();
+            let values = || self.lens.iter().map(|len| *len as i32).collect();
             kept.map_or_else(|| self.integers(values(), [batch]), |lens| lens.tensor)
         });
         let new_lens = self.sequences.iter().map(|(_, of_sequence)| *of_sequence as i32);
@@ -223,14 +219,14 @@ impl Operands for PagedBatch<'_> {
             page_table: OptionalInt::Some(table.into_dispatch()),
             page_copies: OptionalInt::from_option(copies.map(Tensor::into_dispatch)),
         };
-        let after = self.lens(true).into_iter().max().unwrap_or(0);
-        let lengths = CacheLengths { before: before.first().copied().unwrap_or(0), after };
+        let lengths = CacheLengths { before: self.lens.first().copied().unwrap_or(0), after: self.longest() };
         Ok(Taken { tensors, lengths, new_lens })
     }
 
     fn put(&mut self, CacheTensors { k, v, seq_lens, .. }: CacheTensors<Dispatch>, _new: usize) {
         self.cache.tensors = Some(Tensors { k: Tensor::from_dispatch(k), v: Tensor::from_dispatch(v) });
         self.cache.allocator.appended(&self.sequences);
+        self.lens.iter_mut().zip(&self.sequences).for_each(|(len, (_, new))| *len += new);
         let lens = seq_lens.into_option().map(Tensor::from_dispatch);
         self.cache.seq_lens = lens.map(|tensor| Resident { sequences: self.ids(), tensor });
     }
