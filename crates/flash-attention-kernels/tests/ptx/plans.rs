@@ -20,7 +20,7 @@ fn plans_say_why_hopper_is_not_used() {
 
     // With few heads, splits of the keys give all multiprocessors about the same amount of work.
     for (heads, seq_q, seq_k, causal, num_splits) in
-        [(1, 128, 65536, true, 64), (1, 16384, 16384, true, 2), (2, 4096, 4096, false, 2), (32, 1, 255, true, 1)]
+        [(1, 128, 65536, true, 64), (1, 16384, 16384, true, 2), (2, 4096, 4096, false, 2), (32, 1, 63, true, 1)]
     {
         let (q, k) = ([1, heads, seq_q, 128], [1, heads, seq_k, 128]);
         let options = AttentionOptions { causal, ..Default::default() };
@@ -28,15 +28,17 @@ fn plans_say_why_hopper_is_not_used() {
         let splits = if num_splits > 1 { format!(" in {num_splits} splits") } else { ",".into() };
         assert!(plan.to_string().starts_with(&format!("forward hopper 128×128{splits}")), "{plan}");
     }
-    // A single query of many keys, and 64 rows of a group's heads, are a step of decoding. More queries are not.
-    for (heads_q, seq_q, plan) in [
-        (8, 1, "forward mma 16×64 in 16 splits"),
-        (32, 1, "forward mma 16×64 of packed heads in 16 splits"),
-        (32, 8, "forward mma 32×64 of packed heads in 16 splits"),
-        (32, 16, "forward mma 64×64 of packed heads in 32 splits"),
-        (32, 17, "forward hopper 128×128"),
+    // One query of 64 keys, a single query of many keys, and 64 rows of a group's heads, are a step of decoding. More queries are not.
+    for (heads_q, seq_q, seq_k, plan) in [
+        (32, 1, 64, "forward mma 16×64 of packed heads,"),
+        (32, 5, 255, "forward hopper 128×128"),
+        (8, 1, 16384, "forward mma 16×64 in 16 splits"),
+        (32, 1, 16384, "forward mma 16×64 of packed heads in 16 splits"),
+        (32, 8, 16384, "forward mma 32×64 of packed heads in 16 splits"),
+        (32, 16, 16384, "forward mma 64×64 of packed heads in 32 splits"),
+        (32, 17, 16384, "forward hopper 128×128"),
     ] {
-        let (q, k) = ([1, heads_q, seq_q, 128], [1, 8, 16384, 128]);
+        let (q, k) = ([1, heads_q, seq_q, 128], [1, 8, seq_k, 128]);
         let problem = AttentionProblem::new(&q, &k, &k, Dtype::BF16, causal).unwrap();
         let found = plan_on(&device(), &problem).unwrap().to_string();
         assert!(found.starts_with(plan), "{found}");
