@@ -445,13 +445,14 @@ impl Band {
 
     /// Whether the queries from `q_first` to `q_last`, up to the last one of the sequence, see every key of `k_start .. k_start + tile_k`.
     pub fn all_see(&self, q_first: u32, q_last: u32, k_start: u32, #[comptime] tile_k: u32) -> bool {
-        let (q_last, k_last) = (min(q_last, self.after_queries() - 1), k_start + tile_k - 1);
+        // A sequence may have no query.
+        let (after_last, k_last) = (min(q_last + 1, self.after_queries()), k_start + tile_k - 1);
         let mut seen = self.is_key(k_last);
         if comptime!(self.varlen) {
             seen = seen && q_first >= self.begin_q && k_start >= self.begin_k;
         }
         if comptime!(self.bounded_below) {
-            seen = seen && k_start as i32 >= q_last as i32 + self.lower;
+            seen = seen && k_start as i32 + 1 >= after_last as i32 + self.lower;
         }
         if comptime!(self.bounded_above) {
             seen = seen && k_last as i32 <= q_first as i32 + self.upper;
