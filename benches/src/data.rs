@@ -85,6 +85,17 @@ impl Values {
     }
 }
 
+/// All pages in random order (Fisher and Yates), the same one on every machine.
+pub fn page_table(pages: PagedKv) -> Vec<u32> {
+    let mut table: Vec<u32> = (0..pages.num_pages as u32).collect();
+    let mut state = 1;
+    for left in (1..pages.num_pages).rev() {
+        state = step(state);
+        table.swap(left, (state >> 33) as usize % (left + 1));
+    }
+    table
+}
+
 /// One step of the random sequence.
 pub(crate) fn step(state: u64) -> u64 {
     state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407)
@@ -157,17 +168,10 @@ impl Data {
         Ok(self.problem.with_page_table(&[self.problem.batch, columns], self.problem.batch * columns, size)?)
     }
 
-    /// Keys or values in pages, and the pages of each sequence, in random order.
-    pub fn paged(&self, values: &Values, pages: PagedKv) -> (Vec<u8>, Vec<u32>) {
+    /// Keys or values in the pages of this table.
+    pub fn in_pages(&self, values: &Values, pages: PagedKv, table: &[u32]) -> Vec<u8> {
         let PagedKv { num_pages, page_size, max_pages } = pages;
         let AttentionProblem { num_heads_kv: heads, seq_k, .. } = self.problem;
-        let mut table: Vec<u32> = (0..num_pages as u32).collect();
-        // The same order for keys and values, whatever the machine (Fisher and Yates).
-        let mut state = 1;
-        for left in (1..num_pages).rev() {
-            state = step(state);
-            table.swap(left, (state >> 33) as usize % (left + 1));
-        }
         let row = values.bytes.len() / (self.problem.batch * heads * seq_k);
         let mut pool = vec![0; num_pages * heads * page_size * row];
         for (nth, page) in table.iter().enumerate() {
@@ -179,7 +183,7 @@ impl Data {
                 pool[to..to + len].copy_from_slice(&values.bytes[from..from + len]);
             }
         }
-        (pool, table)
+        pool
     }
 
     /// Sets the order in which the backward sums.

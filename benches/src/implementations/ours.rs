@@ -2,7 +2,7 @@
 
 use super::Prepared;
 use crate::case::{Pass, Variant};
-use crate::data::{Data, Results, Values};
+use crate::data::{Data, Results, Values, page_table};
 use crate::error::Error;
 use crate::timing::{Work, sync};
 use cubecl::bytes::Bytes;
@@ -87,6 +87,17 @@ impl Tensors {
         let table = |of: &Option<Vec<f32>>, shape: Option<[usize; 4]>| {
             of.as_ref().zip(shape).map(|(values, shape)| TensorView::contiguous(floats(values), shape))
         };
+        let (k, v, table_of_pages) = match p.pages {
+            None => (upload(&data.k, p.k_shape()), upload(&data.v, p.v_shape()), None),
+            Some(pages) => {
+                let table = page_table(pages);
+                let pool = |values: &Values, shape| {
+                    TensorView::contiguous(client.create_from_slice(&data.in_pages(values, pages, &table)), shape)
+                };
+                let (k, v) = (pool(&data.k, p.k_shape()), pool(&data.v, p.v_shape()));
+                (k, v, Some(TensorView::contiguous(words(&table), [p.batch, pages.max_pages])))
+            }
+        };
         let slopes = data.slopes.as_ref().zip(p.alibi_slopes);
         let mut inputs = Inputs {
             mask,
@@ -99,15 +110,9 @@ impl Tensors {
             cu_seqlens_k: sequences(p.cu_seqlens.is_some()),
             score_tensors: p.score_tensors.map(|shape| table(&data.slopes, shape)),
             mask_tensors: p.mask_tensors.map(|shape| table(&data.documents, shape)),
-            ..Inputs::new(upload(&data.q, p.q_shape()), upload(&data.k, p.k_shape()), upload(&data.v, p.v_shape()))
+            page_table: table_of_pages,
+            ..Inputs::new(upload(&data.q, p.q_shape()), k, v)
         };
-        if let Some(pages) = p.pages {
-            for (view, values) in [(&mut inputs.k, &data.k), (&mut inputs.v, &data.v)] {
-                let (pool, table) = data.paged(values, pages);
-                view.handle = client.create_from_slice(&pool);
-                inputs.page_table = Some(TensorView::contiguous(words(&table), [p.batch, pages.max_pages]));
-            }
-        }
         if let Some(mask) = p.block_mask {
             let states = match &data.blocks {
                 Some(states) => TensorView::contiguous(words(states), mask.blocks),

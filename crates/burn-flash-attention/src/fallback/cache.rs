@@ -7,55 +7,51 @@ use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
 use half::{bf16, f16};
 
-/// Writes keys and values of new positions to the cache, in place, and returns it with the new lengths. The extras get those as lengths of
-/// the keys.
+/// A cache after an append, and what attention over it reads.
+pub struct Appended {
+    /// The cache as it is given back, with the new lengths.
+    pub cache: CacheTensors<Flex>,
+    /// Keys and values of the positions that are used: where they lie or, of pages, gathered.
+    pub used: [FlexTensor; 2],
+    /// The extras, with the new lengths as those of the keys.
+    pub extras: Extras<Flex>,
+}
+
+/// Writes keys and values of new positions to the cache, in place.
 pub fn append(
     [k, v]: [FlexTensor; 2],
     cache: CacheTensors<Flex>,
     extras: Extras<Flex>,
-    lengths: CacheLengths,
-) -> (CacheTensors<Flex>, Extras<Flex>) {
+    CacheLengths { before, after }: CacheLengths,
+) -> Appended {
     let [batch, _, new, _]: [usize; 4] = k.layout().shape().dims();
-    let read = |lens: Option<FlexTensor>| lens.map(|lens| words(&lens.to_contiguous()));
+    let read = |words_of: Option<FlexTensor>| words_of.map(|tensor| words(&tensor.to_contiguous()));
     let (seq_lens, new_lens) = (read(cache.seq_lens.into_option()), read(extras.seq_lens_q.clone().into_option()));
     let varies = seq_lens.is_some() || new_lens.is_some();
-    let (places, table) = Places::of(&cache.k, cache.page_table.into_option());
-    let runs: Vec<Vec<Run>> = (0..batch)
-        .map(|b| {
-            let begin = seq_lens.as_ref().map_or(lengths.before, |lens| lens[b] as usize).min(places.capacity);
-            let count = new_lens.as_ref().map_or(new, |lens| lens[b] as usize).min(new);
-            places.runs(b, begin, count.min(places.capacity - begin))
-        })
-        .collect();
+    let places = Places::of(&cache.k, cache.page_table.into_option());
+    let begin = |b: usize| seq_lens.as_ref().map_or(before, |lens| lens[b] as usize).min(places.capacity);
+    let count = |b: usize| {
+        let count = new_lens.as_ref().map_or(new, |lens| lens[b] as usize).min(new);
+        count.min(places.capacity - begin(b))
+    };
+    let runs: Vec<Vec<Run>> = (0..batch).map(|b| places.runs(b, begin(b), count(b))).collect();
     let pairs = read(cache.page_copies.into_option()).unwrap_or_default();
     let pairs: Vec<[usize; 2]> = pairs.chunks_exact(2).map(|pair| [pair[0] as usize, pair[1] as usize]).collect();
     let (k, v) = (written(cache.k, k, &pairs, &runs), written(cache.v, v, &pairs, &runs));
+    let used = if places.table.is_some() {
+        let runs: Vec<Vec<Run>> = (0..batch).map(|b| places.runs(b, 0, (begin(b) + count(b)).min(after))).collect();
+        [&k, &v].map(|pool| gathered(pool, &runs, after))
+    } else {
+        [&k, &v].map(|tensor| tensor.narrow(2, 0, after))
+    };
     let seq_lens = varies.then(|| {
-        let after = |b: usize| {
-            let begin = seq_lens.as_ref().map_or(lengths.before, |lens| lens[b] as usize).min(places.capacity);
-            (begin + runs[b].iter().map(|run| run.len).sum::<usize>()) as i32
-        };
-        let after: Vec<i32> = (0..batch).map(after).collect();
-        FlexTensor::new(Bytes::from_elems(after), Layout::contiguous(Shape::new([batch])), DType::I32)
+        let lens: Vec<i32> = (0..batch).map(|b| (begin(b) + count(b)) as i32).collect();
+        FlexTensor::new(Bytes::from_elems(lens), Layout::contiguous(Shape::new([batch])), DType::I32)
     });
     let seq_lens = OptionalInt::from_option(seq_lens);
     let extras = Extras { seq_lens_k: seq_lens.clone(), ..extras };
-    let page_table = OptionalInt::from_option(table);
-    (CacheTensors { k, v, seq_lens, page_table, page_copies: OptionalInt::None }, extras)
-}
-
-/// The keys and values of the positions that are used, of `after` at most: where they lie or, of pages, gathered.
-pub fn used(cache: &CacheTensors<Flex>, after: usize) -> [FlexTensor; 2] {
-    let pools = [&cache.k, &cache.v];
-    let Some(table) = cache.page_table.clone().into_option() else {
-        return pools.map(|tensor| tensor.narrow(2, 0, after));
-    };
-    let batch = table.layout().shape()[0];
-    let (places, _) = Places::of(&cache.k, Some(table));
-    let lens = cache.seq_lens.clone().into_option().map(|lens| words(&lens.to_contiguous()));
-    let len = |b: usize| lens.as_ref().map_or(after, |lens| (lens[b] as usize).min(after));
-    let runs: Vec<Vec<Run>> = (0..batch).map(|b| places.runs(b, 0, len(b))).collect();
-    pools.map(|pool| gathered(pool, &runs, after))
+    let cache = CacheTensors { k, v, seq_lens, page_table: OptionalInt::None, page_copies: OptionalInt::None };
+    Appended { cache, used, extras }
 }
 
 /// Where the positions of sequences are in a cache.
@@ -81,13 +77,12 @@ struct Run {
 }
 
 impl Places {
-    /// The places in a cache with these keys, and the page table as it was.
-    fn of(k: &FlexTensor, table: Option<FlexTensor>) -> (Self, Option<FlexTensor>) {
+    /// The places in a cache with these keys and this page table.
+    fn of(k: &FlexTensor, table: Option<FlexTensor>) -> Self {
         let rows = k.layout().shape()[2];
         let columns = table.as_ref().map_or(1, |table| table.layout().shape()[1]);
-        let table = table.map(|table| table.to_contiguous());
-        let pages = table.as_ref().map(words);
-        (Places { table: pages, columns, rows, capacity: columns * rows }, table)
+        let table = table.map(|table| words(&table.to_contiguous()));
+        Places { table, columns, rows, capacity: columns * rows }
     }
 
     /// Where `count` positions of a sequence are, from `begin` on.
@@ -106,7 +101,7 @@ impl Places {
     }
 }
 
-/// A macro's body for the element type of a tensor.
+/// Expands the macro `$body` with the element type of a tensor.
 macro_rules! of_elements {
     ($tensor:expr, $body:ident) => {
         match $tensor.dtype() {

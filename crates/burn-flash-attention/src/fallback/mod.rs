@@ -21,11 +21,12 @@ use crate::backend::{
 };
 use crate::plan::HostPlan;
 use crate::problem::{dtype, problem};
-use crate::tensors::{Extras, OptionalInt, Tensors};
+use crate::tensors::{Extras, Tensors};
 use blocks::States;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
+use cache::Appended;
 use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
@@ -98,10 +99,9 @@ impl FlashAttentionOps for Flex {
         options: AttentionOptions,
         lengths: CacheLengths,
     ) -> CachedAttentionOutput<Self> {
-        let (cache, extras) = cache::append([k, v], cache, extras, lengths);
-        let [keys, values] = cache::used(&cache, lengths.after);
+        let Appended { cache, used: [keys, values], extras } = cache::append([k, v], cache, extras, lengths);
         let attention = Self::flash_attention(q, keys, values, extras, options, Lse::Constant);
-        CachedAttentionOutput { attention, cache: CacheTensors { page_table: OptionalInt::None, ..cache } }
+        CachedAttentionOutput { attention, cache }
     }
 
     fn flash_attention_block_states(

@@ -16,7 +16,7 @@ use crate::plan::AttentionPlan;
 use crate::problem::dtype;
 use burn::config::Config;
 use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Tensor};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, MAX_SEQ};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, MAX_SEQ};
 
 /// A cache that [`flash_attention_with_kvcache`] appends to: a [`KvCache`], or the [`batch`](PagedKvCache::batch) of a [`PagedKvCache`].
 ///
@@ -105,17 +105,7 @@ impl KvCacheConfig {
     /// # }
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<KvCache, AttentionError> {
-        // A cache holds no graph.
-        let device = device.clone().inner();
-        let element = self.dtype.map_or_else(|| DType::from(device.settings().float_dtype), DType::from);
-        let of_kernels = dtype("dtype", element)?;
-        if self.num_heads_kv == 0 {
-            return Err(AttentionError::Unsupported {
-                option: "num_heads_kv",
-                value: "0".into(),
-                why: "a cache must have key/value heads",
-            });
-        }
+        let Setting { device, element, of_kernels } = Setting::new(self.dtype, self.num_heads_kv, device)?;
         let [k, v] = self.shapes(self.capacity);
         let q = [k[0], k[1], 1, k[3]];
         AttentionProblem::new(&q, &k, &v, of_kernels, AttentionOptions::default())?;
@@ -138,6 +128,32 @@ impl KvCacheConfig {
     fn shapes(&self, capacity: usize) -> [[usize; 4]; 2] {
         [self.head_dim, self.head_dim_v.unwrap_or(self.head_dim)]
             .map(|head_dim| [self.batch, self.num_heads_kv, capacity, head_dim])
+    }
+}
+
+/// Where a cache is, and the type of its elements.
+struct Setting {
+    /// Without autodiff: a cache holds no graph.
+    device: Device,
+    element: DType,
+    /// The element type as kernels name it.
+    of_kernels: Dtype,
+}
+
+impl Setting {
+    /// The setting of a cache with so many key/value heads, of which there must be some.
+    fn new(asked: Option<FloatDType>, num_heads_kv: usize, device: &Device) -> Result<Self, AttentionError> {
+        let device = device.clone().inner();
+        let element = asked.map_or_else(|| DType::from(device.settings().float_dtype), DType::from);
+        let of_kernels = dtype("dtype", element)?;
+        if num_heads_kv == 0 {
+            return Err(AttentionError::Unsupported {
+                option: "num_heads_kv",
+                value: "0".into(),
+                why: "a cache must have key/value heads",
+            });
+        }
+        Ok(Setting { device, element, of_kernels })
     }
 }
 

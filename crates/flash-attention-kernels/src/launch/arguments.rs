@@ -21,8 +21,7 @@ impl Call<'_> {
     pub(super) fn width<'v>(&self, views: impl IntoIterator<Item = &'v TensorView>) -> usize {
         let Inputs { q, k, v, .. } = self.inputs;
         let size = self.problem.dtype.size();
-        let vectorizes = |view: &TensorView| view.vectorizes(WIDTH, size);
-        if [q, k, v].into_iter().all(vectorizes) && views.into_iter().all(vectorizes) { WIDTH } else { 1 }
+        width([q, k, v], size).min(width(views, size))
     }
 
     pub(super) fn dtype(&self) -> ElemType {
@@ -96,6 +95,11 @@ impl Call<'_> {
             band.into_launch(),
         )
     }
+}
+
+/// Number of elements of `size` bytes read and written at a time: a vector if every tensor allows it.
+pub(super) fn width<'v>(views: impl IntoIterator<Item = &'v TensorView>, size: usize) -> usize {
+    if views.into_iter().all(|view| view.vectorizes(WIDTH, size)) { WIDTH } else { 1 }
 }
 
 /// The page table as a launch argument.

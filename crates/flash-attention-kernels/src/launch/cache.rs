@@ -1,11 +1,10 @@
 //! Launch of the kernels that write to a key/value cache.
 
-use super::arguments::page_table;
+use super::arguments::{page_table, width};
 use super::{Argument, addresses, elementwise};
 use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append, copy_pages};
 use crate::dtype::Dtype;
 use crate::error::AttentionError;
-use crate::fragment::WIDTH;
 use crate::problem::{PagedKv, agree};
 use crate::tensor::{AnyView, TensorView};
 use crate::tiling::{self, recent};
@@ -100,7 +99,7 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
         return Ok(());
     }
     let views = [k, v, k_cache, v_cache];
-    let width = if views.iter().all(|view| view.vectorizes(WIDTH, size)) { WIDTH } else { 1 };
+    let width = width(views, size);
     let vectors = batch * heads * new * (head_dim + head_dim_v) / width;
     let (count, dim) = elementwise(&device, "append", vectors)?;
     let [before, of_new, after] = [seq_lens, new_lens, seq_lens_after].map(|lens| lens.as_ref().map(|lens| lens.arg()));
@@ -155,7 +154,7 @@ pub fn copy_cache_pages(
     }
     Argument::new("pairs", pairs, Some([pairs.shape[0], 2]), 4).check(&device)?;
     let views = [k_cache, v_cache];
-    let width = if views.iter().all(|view| view.vectorizes(WIDTH, size)) { WIDTH } else { 1 };
+    let width = width(views, size);
     let vectors = pairs.shape[0] * heads * page_size * (k_cache.shape[3] + v_cache.shape[3]) / width;
     if vectors == 0 {
         return Ok(());

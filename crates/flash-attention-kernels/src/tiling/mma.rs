@@ -210,7 +210,7 @@ const FEW_ROWS: usize = 64;
 const NO_FEW_ROWS: &str = "query heads are not packed, and warps divide no keys, with dropout or a block mask";
 
 /// Smallest numbers of keys for which the kernel of few rows is preferred to the one for Hopper, by the largest number of rows. Of one query of
-/// 4 heads over 128 keys it takes 3.7 µs and Hopper's 6.4, with 16 sequences 5.3 and 23.
+/// 4 heads over 128 keys it takes 3.8 µs and Hopper's 6.4, with 16 sequences 5.4 and 23.
 const MANY_KEYS: [(usize, usize); 2] = [(16, 64), (FEW_ROWS, 256)];
 
 const fn shape(warpgroups: usize, groups: usize, tile_k: usize) -> MmaTile {

@@ -124,15 +124,15 @@ impl Allocator {
             let (num_pages, free) = (self.owners.len(), self.free.len() + needed.forgotten);
             return Err(AttentionError::OutOfPages { num_pages, free, needed: needed.pages });
         }
-        let mut reserved = Reserved::default();
-        if needed.is_nothing() {
+        let mut reserved = Reserved { changed: needed.pages > 0 || needed.left, ..Reserved::default() };
+        // In most steps, new positions fit into the last pages.
+        if !reserved.changed {
             return Ok(reserved);
         }
         for (id, _) in batch {
             let mut sequence = self.sequences.remove(id).unwrap_or_default();
             let forgotten = sequence.out_of_reach(self.window, self.page_size);
             sequence.pages[sequence.forgotten..forgotten].iter().for_each(|page| self.release(*page));
-            reserved.changed |= forgotten > sequence.forgotten;
             sequence.forgotten = forgotten;
             self.sequences.insert(*id, sequence);
         }
@@ -146,13 +146,11 @@ impl Allocator {
                     self.release(shared);
                     sequence.pages[last] = own;
                     reserved.copies.push([shared, own]);
-                    reserved.changed = true;
                 }
             }
             while sequence.pages.len() * self.page_size < sequence.len + new {
                 let page = self.take();
                 sequence.pages.push(page);
-                reserved.changed = true;
             }
             self.sequences.insert(*id, sequence);
         }
@@ -215,13 +213,6 @@ struct Needed {
     left: bool,
     /// Pages that become free by that.
     forgotten: usize,
-}
-
-impl Needed {
-    /// Whether no sequence's pages change, as in most steps.
-    fn is_nothing(&self) -> bool {
-        self.pages == 0 && !self.left
-    }
 }
 
 impl Sequence {

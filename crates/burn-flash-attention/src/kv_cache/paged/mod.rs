@@ -5,9 +5,8 @@ mod batch;
 
 pub use batch::PagedBatch;
 
-use super::LOST;
+use super::{LOST, Setting};
 use crate::checks::unwrapped;
-use crate::problem::dtype;
 use allocator::Allocator;
 use burn::config::Config;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
@@ -89,17 +88,7 @@ impl PagedKvCacheConfig {
     /// # }
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<PagedKvCache, AttentionError> {
-        // A cache holds no graph.
-        let device = device.clone().inner();
-        let element = self.dtype.map_or_else(|| DType::from(device.settings().float_dtype), DType::from);
-        let of_kernels = dtype("dtype", element)?;
-        if self.num_heads_kv == 0 {
-            return Err(AttentionError::Unsupported {
-                option: "num_heads_kv",
-                value: "0".into(),
-                why: "a cache must have key/value heads",
-            });
-        }
+        let Setting { device, element, of_kernels } = Setting::new(self.dtype, self.num_heads_kv, device)?;
         let [k, v] = self.pools();
         let q = [1, self.num_heads_kv, 1, self.head_dim];
         let [of_k, of_v] = [k, v].map(|[_, heads, _, head_dim]| [1, heads, 1, head_dim]);
