@@ -170,7 +170,7 @@ impl Data {
 
     /// Keys or values in the pages of this table.
     pub fn in_pages(&self, values: &Values, pages: PagedKv, table: &[u32]) -> Vec<u8> {
-        let PagedKv { num_pages, page_size, max_pages } = pages;
+        let PagedKv { num_pages, page_size, max_pages, .. } = pages;
         let AttentionProblem { num_heads_kv: heads, seq_k, .. } = self.problem;
         let row = values.bytes.len() / (self.problem.batch * heads * seq_k);
         let mut pool = vec![0; num_pages * heads * page_size * row];

@@ -16,7 +16,8 @@ use cubecl::prelude::{CubeCount, CubeDim};
 use cubecl_runtime::execution::{ProcessMode, ProcessModeOverride, StatisticsCollector};
 use flash_attention_kernels::tiling::{Device as Properties, plan_on};
 use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, CacheAppend, Dtype, Forward, TensorView, append_to_cache, check, forward, plan,
+    AttentionProblem, BackwardTiles, CacheAppend, Dtype, Forward, KvStorage, TensorView, append_to_cache, check,
+    forward, plan,
 };
 use serde_json::json;
 use std::cell::RefCell;
@@ -209,6 +210,7 @@ impl Calls {
             k_cache: empty(seq_k, head_dim),
             v_cache: empty(seq_k, head_dim_v),
             page_table: None,
+            storage: KvStorage::Elements,
             start: seq_k - new,
             seq_lens: None,
             new_lens: None,

@@ -16,8 +16,8 @@ use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Gradients, Inputs, MaskStorage, MaskView,
-    TensorView, append_to_cache, block_states, copy_cache_pages,
+    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Gradients, Inputs, KvStorage, MaskStorage,
+    MaskView, TensorView, append_to_cache, block_states, copy_cache_pages,
 };
 #[cfg(not(feature = "autotune"))]
 use flash_attention_kernels::{backward, forward};
@@ -120,7 +120,7 @@ fn try_with_kvcache(
     let dtype = dtype("q", q.dtype)?;
     let table = cache.page_table.into_option();
     if let Some(pairs) = cache.page_copies.into_option() {
-        copy_cache_pages(&q.client, dtype, &view(&cache.k), &view(&cache.v), &view(&pairs))?;
+        copy_cache_pages(&q.client, dtype, KvStorage::Elements, &view(&cache.k), &view(&cache.v), &view(&pairs))?;
     }
     let (seq_lens, new_lens) = (cache.seq_lens.into_option(), extras.seq_lens_q.clone().into_option());
     let varies = seq_lens.is_some() || new_lens.is_some();
@@ -132,6 +132,7 @@ fn try_with_kvcache(
         k_cache: view(&cache.k),
         v_cache: view(&cache.v),
         page_table: table.as_ref().map(view),
+        storage: KvStorage::Elements,
         start: before,
         seq_lens: seq_lens.as_ref().map(view),
         new_lens: new_lens.as_ref().map(view),

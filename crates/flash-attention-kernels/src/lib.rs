@@ -32,6 +32,7 @@
 //! blocks    block masks: which tiles are visited       portable    kernels for any device
 //! cache     key/value caches: appends in place         tuning      times candidate kernels, with the feature autotune
 //! pages     keys and values in pages
+//! e4m3      keys and values in 8 bits
 //! extras    optional operands, as one argument         fragment    shared by all kernel families
 //! ```
 
@@ -39,6 +40,7 @@ pub mod blocks;
 pub mod cache;
 pub mod dropout;
 pub mod dtype;
+pub mod e4m3;
 pub mod error;
 pub mod extras;
 pub mod fragment;
@@ -65,6 +67,7 @@ pub mod tiling;
 pub mod tuning;
 
 pub use dtype::Dtype;
+pub use e4m3::KvStorage;
 pub use error::AttentionError;
 pub use hopper::BiasTile;
 pub use launch::{

@@ -4,6 +4,7 @@ use super::arguments::{page_table, width};
 use super::{Argument, addresses, elementwise};
 use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append, copy_pages};
 use crate::dtype::Dtype;
+use crate::e4m3::KvStorage;
 use crate::error::AttentionError;
 use crate::problem::{PagedKv, agree};
 use crate::tensor::{AnyView, TensorView};
@@ -24,6 +25,8 @@ pub struct CacheAppend {
     /// The page of each block of positions of a sequence, `[batch, max_pages]`, 32 bits each, if the cache has pages. No page that is
     /// written to is another sequence's.
     pub page_table: Option<TensorView<2>>,
+    /// How the cache stores keys and values. In e4m3 it has pages, and its views are those of [`TensorView::e4m3_pages`].
+    pub storage: KvStorage,
     /// Length of every sequence, if `seq_lens` gives none.
     pub start: usize,
     /// Length of each sequence, `[batch]`, 32 bits each. Larger numbers count as the capacity.
@@ -40,7 +43,7 @@ pub struct CacheAppend {
 /// Errors name the argument at fault; in that case nothing has been launched.
 ///
 /// ```no_run
-/// use flash_attention_kernels::{CacheAppend, Dtype, TensorView, append_to_cache};
+/// use flash_attention_kernels::{CacheAppend, Dtype, KvStorage, TensorView, append_to_cache};
 ///
 /// # fn f(client: cubecl::client::Client, k: TensorView, v: TensorView) -> Result<(), flash_attention_kernels::AttentionError> {
 /// // A cache of 4,096 positions of 8 heads of 128 elements in bf16; `k` and `v` are `[1, 8, new, 128]`.
@@ -52,6 +55,7 @@ pub struct CacheAppend {
 ///     k_cache,
 ///     v_cache,
 ///     page_table: None,
+///     storage: KvStorage::Elements,
 ///     start: 0,
 ///     seq_lens: None,
 ///     new_lens: None,
@@ -63,12 +67,18 @@ pub struct CacheAppend {
 pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Result<(), AttentionError> {
     let device = recent::device(client);
     tiling::check_dtype(&device, dtype)?;
-    let CacheAppend { k, v, k_cache, v_cache, page_table: table, start, seq_lens, new_lens, seq_lens_after } = call;
+    check_storage(call.storage)?;
+    let CacheAppend { k, v, k_cache, v_cache, page_table: table, storage, start, seq_lens, new_lens, seq_lens_after } =
+        call;
     let [batch, heads, new, head_dim] = k.shape;
     let (rows, head_dim_v) = (k_cache.shape[2], v.shape[3]);
     agree("v_cache", &v_cache.shape, 2, if table.is_some() { "page_size" } else { "capacity" }, "k_cache", rows)?;
-    let paged =
-        table.as_ref().map(|table| PagedKv { num_pages: k_cache.shape[0], page_size: rows, max_pages: table.shape[1] });
+    let paged = table.as_ref().map(|table| PagedKv {
+        num_pages: k_cache.shape[0],
+        page_size: rows,
+        max_pages: table.shape[1],
+        storage: *storage,
+    });
     paged.map_or(Ok(()), |paged| paged.check())?;
     let (blocks, capacity) = paged.map_or((batch, rows), |paged| (paged.num_pages, paged.max_pages * paged.page_size));
     let lens = Some([batch]);
@@ -128,24 +138,26 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
 /// with a page that does not exist copies nothing. Errors name the argument at fault; in that case nothing has been launched.
 ///
 /// ```no_run
-/// use flash_attention_kernels::{AttentionError, Dtype, TensorView, copy_cache_pages};
+/// use flash_attention_kernels::{AttentionError, Dtype, KvStorage, TensorView, copy_cache_pages};
 ///
 /// # fn f(client: cubecl::client::Client, k: TensorView, v: TensorView) -> Result<(), AttentionError> {
 /// // Page 3 to page 7.
 /// let words: Vec<u8> = [3u32, 7].into_iter().flat_map(u32::to_le_bytes).collect();
 /// let pairs = TensorView::contiguous(client.create_from_slice(&words), [1, 2]);
-/// copy_cache_pages(&client, Dtype::BF16, &k, &v, &pairs)
+/// copy_cache_pages(&client, Dtype::BF16, KvStorage::Elements, &k, &v, &pairs)
 /// # }
 /// ```
 pub fn copy_cache_pages(
     client: &Client,
     dtype: Dtype,
+    storage: KvStorage,
     k_cache: &TensorView,
     v_cache: &TensorView,
     pairs: &TensorView<2>,
 ) -> Result<(), AttentionError> {
     let device = recent::device(client);
     tiling::check_dtype(&device, dtype)?;
+    check_storage(storage)?;
     let size = dtype.size();
     let [num_pages, heads, page_size, _] = k_cache.shape;
     for (name, view) in [("k_cache", k_cache), ("v_cache", v_cache)] {
@@ -174,4 +186,13 @@ pub fn copy_cache_pages(
         );
     }
     Ok(())
+}
+
+fn check_storage(storage: KvStorage) -> Result<(), AttentionError> {
+    match storage {
+        KvStorage::Elements => Ok(()),
+        KvStorage::E4m3 => {
+            Err(AttentionError::Unsupported { option: "storage", value: "e4m3".into(), why: "not implemented" })
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use cubecl::client::Client;
-use flash_attention_kernels::{AttentionError, CacheAppend, TensorView, append_to_cache};
+use flash_attention_kernels::{AttentionError, CacheAppend, KvStorage, TensorView, append_to_cache};
 
 /// Sizes of a cache: batch, heads, capacity, head_dim, head_dim_v.
 type Cache = [usize; 5];
@@ -56,6 +56,7 @@ fn check(client: &Client, cache: Cache, new: usize, layout: Layout, before: &[i3
         k_cache: k_cache.view.clone(),
         v_cache: v_cache.view.clone(),
         page_table: None,
+        storage: KvStorage::Elements,
         start: if same { before[0] as usize } else { 0 },
         seq_lens: (!same).then(|| lengths(client, before)),
         new_lens: of_new.map(|of_new| lengths(client, of_new)),
@@ -113,6 +114,7 @@ fn what_cannot_be_appended_is_refused() {
         k_cache: zeros([2, 2, 10, 16]),
         v_cache: zeros([2, 2, 10, 8]),
         page_table: None,
+        storage: KvStorage::Elements,
         start: 4,
         seq_lens: None,
         new_lens: None,

@@ -3,7 +3,7 @@
 use crate::common::*;
 use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{
-    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Dtype, Inputs, Kernel, TensorView,
+    AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Dtype, Inputs, Kernel, KvStorage, TensorView,
     append_to_cache, backward, copy_cache_pages, forward, plan_with,
 };
 use flash_attention_reference::mods::Alibi;
@@ -140,6 +140,7 @@ fn appends_to_pages() {
             k_cache: k_cache.view.clone(),
             v_cache: v_cache.view.clone(),
             page_table: Some(words(&client, table.as_flattened(), [4, 3])),
+            storage: KvStorage::Elements,
             start: 0,
             seq_lens: Some(words(&client, &before.map(|len| len as u32), [4])),
             new_lens: Some(words(&client, &of_new.map(|len| len as u32), [4])),
@@ -171,7 +172,7 @@ fn copies_whole_pages() {
         let [(k, _), (v, _)] = &pools;
         // To the first, to the last, and with pages that do not exist.
         let pairs = words(&client, &[3, 0, 1, 5, 6, 2, 4, 77], [4, 2]);
-        copy_cache_pages(&client, dtype, &k.view, &v.view, &pairs).unwrap();
+        copy_cache_pages(&client, dtype, KvStorage::Elements, &k.view, &v.view, &pairs).unwrap();
         for ((pool, all), dim) in pools.iter().zip([dim, dim_v]) {
             let page = heads * size * dim;
             let mut want = from_bytes(&to_bytes(all, dtype), dtype);
@@ -224,6 +225,7 @@ fn pages_that_make_no_sense_are_refused() {
         k_cache: zeros([20, 2, 24, 64]),
         v_cache: zeros([20, 2, 24, 64]),
         page_table: Some(words(&client, &[0; 2], [2, 1])),
+        storage: KvStorage::Elements,
         start: 0,
         seq_lens: None,
         new_lens: None,
@@ -231,6 +233,8 @@ fn pages_that_make_no_sense_are_refused() {
     };
     let error = append_to_cache(&client, Dtype::F32, &call).unwrap_err().to_string();
     assert!(error.starts_with("page_size is 24"), "{error}");
-    let error = copy_cache_pages(&client, Dtype::F32, &pool, &pool, &words(&client, &[0; 3], [1, 3])).unwrap_err();
+    let error =
+        copy_cache_pages(&client, Dtype::F32, KvStorage::Elements, &pool, &pool, &words(&client, &[0; 3], [1, 3]))
+            .unwrap_err();
     assert!(error.to_string().starts_with("pairs has dimension 1 3"), "{error}");
 }
