@@ -97,12 +97,12 @@ impl BiasBlueprint {
     /// Bytes of shared memory.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, fragment::Role, hopper::{BiasBlueprint, BiasTile}, tensor_core::{Blueprint, Rows}};
+    /// # use flash_attention_kernels::{Dtype, KvStorage, fragment::Role, hopper::{BiasBlueprint, BiasTile}, tensor_core::{Blueprint, Rows}};
     /// let tile = BiasTile { tile_k: 64, tiles: 4, stages: 3, row_stages: 1 };
     /// let scores = Blueprint {
-    ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false, keeps_derivative: false,
-    ///     sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
+    ///     role: Role::Dq, tile: tile.tile(), dtype: Dtype::BF16, storage: KvStorage::Elements, tf32: false,
+    ///     head_dim: 128, head_dim_v: 128, capped: false, mask: None, bias: Some(Rows::Tiled), alibi: false, modified: false,
+    ///     keeps_derivative: false, sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
     ///     split_group: false, pack_gqa: false, warps_k: 1, stats_multiple: 128,
     /// };
     /// assert!(BiasBlueprint { tile, scores, vectors: true }.shared_memory() <= 227 << 10);

@@ -76,12 +76,12 @@ impl Blueprint {
     /// Bytes of shared memory: for each consumer group Q, the pipelines of K, V and a tiled bias, and the barriers.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, fragment::Role, tensor_core::{Blueprint, HopperTile}};
+    /// # use flash_attention_kernels::{Dtype, KvStorage, fragment::Role, tensor_core::{Blueprint, HopperTile}};
     /// let tile = HopperTile { consumer_groups: 1, warpgroups: 2, tile_k: 128, stages: 3, ping_pong: true, producer_warp: false };
     /// let blueprint = Blueprint {
-    ///     role: Role::Forward, tile, dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
-    ///     sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
+    ///     role: Role::Forward, tile, dtype: Dtype::BF16, storage: KvStorage::Elements, tf32: false,
+    ///     head_dim: 128, head_dim_v: 128, capped: false, mask: None, bias: None, alibi: false, modified: false,
+    ///     keeps_derivative: false, sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
     ///     split_group: false, pack_gqa: false, warps_k: 1, stats_multiple: 128,
     /// };
     /// assert!(blueprint.shared_memory() <= 227 << 10);

@@ -57,7 +57,7 @@ impl MmaForward {
                 call.fill_splits(splits);
             }
             let route = call.route_of_few(work.list);
-            let size = dtype.size();
+            let (size, kv_size) = (dtype.size(), call.problem.kv_size());
             let (bias_width, mask_width) = call.pair_widths(false);
             // SAFETY: views have been checked against their buffers. The kernel clamps or drops positions past the ends.
             unsafe {
@@ -69,7 +69,7 @@ impl MmaForward {
                     VECTOR_BYTES / size,
                     bias_width,
                     mask_width,
-                    SourcesLaunch::new(rows_in(&q, size), rows_in(&k, size), rows_in(&v, size)),
+                    SourcesLaunch::new(rows_in(&q, size), rows_in(&k, kv_size), rows_in(&v, kv_size)),
                     call.score_args(&blueprint.scores, &work.band, &route),
                     outputs(of_splits, lse_of_splits, size_of_splits),
                     CombinationLaunch::new(

@@ -188,7 +188,12 @@ impl<'a> Backward<'a> {
 impl Call<'_> {
     /// Prepares access to a tensor in vectors of 16 bytes.
     pub(super) fn aligned<'a>(&self, view: &'a TensorView) -> Result<Aligned<'a>> {
-        if is_aligned(view, self.problem.dtype.size()) {
+        self.aligned_of(view, self.problem.dtype.size())
+    }
+
+    /// [`aligned`](Self::aligned) for elements of `size` bytes. Only those of the problem's type are copied.
+    fn aligned_of<'a>(&self, view: &'a TensorView, size: usize) -> Result<Aligned<'a>> {
+        if is_aligned(view, size) {
             return Ok(Aligned { view, copy: None });
         }
         // One thread block for each row.
@@ -201,7 +206,8 @@ impl Call<'_> {
     /// [`aligned`](Self::aligned) for `q`, `k` and `v`.
     pub(super) fn aligned_inputs(&self) -> Result<[Aligned<'_>; 3]> {
         let Inputs { q, k, v, .. } = self.inputs;
-        Ok([self.aligned(q)?, self.aligned(k)?, self.aligned(v)?])
+        let size = self.problem.kv_size();
+        Ok([self.aligned(q)?, self.aligned_of(k, size)?, self.aligned_of(v, size)?])
     }
 
     /// Work tiles of a kernel of this role, in head groups of `head_group` heads and `num_splits` splits of the keys or of a

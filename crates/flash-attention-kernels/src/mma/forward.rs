@@ -19,7 +19,7 @@ use super::MmaBlueprint;
 use super::merge::merge_warps;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::output::write_rows;
-use super::tiles::{CopiedRows, copy_block_rows, copy_keys, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::{CopiedRows, KeyTiles, copy_block_rows, copy_keys, lane_of_columns, lane_of_rows, lane_of_sums};
 use super::visits::VisitedTile;
 use crate::fragment::{Scores, filled};
 use crate::ptx::shared_address;
@@ -60,6 +60,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let q_at = shared_address::<E>(&shared[0..1024]);
     let k_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
     let v_at = k_at + comptime!(tile.stages as u32 * k_bytes);
+    let tiles = KeyTiles { k: k_at, v: v_at, scales: v_at + comptime!(tile.stages as u32 * v_bytes) };
 
     // -- the work tile
     let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);
@@ -89,14 +90,14 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let rows = CopiedRows { batch, head: work.head as usize, first, to };
         copy_block_rows(&sources.q, &rows, block, &band, head_dim, blueprint);
     }
-    copy_keys(&sources, &extras, &work, visited.start(scores), (k_at, v_at), blueprint);
+    copy_keys(&sources, &extras, &work, visited.start(scores), tiles, blueprint);
     copies_commit();
     // Tiles that are on the way while one is multiplied.
     let ahead = comptime!(tile.stages as u32 - 1);
     #[unroll]
     for nth in 1..ahead {
         if nth < steps {
-            let to = (k_at + comptime!(nth * k_bytes), v_at + comptime!(nth * v_bytes));
+            let to = tiles.stage(nth.runtime(), scores);
             copy_keys(&sources, &extras, &work, visited.start_after(nth, scores), to, blueprint);
         }
         copies_commit();
@@ -110,6 +111,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         + warp_row * comptime!(LINE as u32)
         + lane_of_rows(lane);
     let k_lane = k_at + warp_column * comptime!(LINE as u32) + lane_of_columns(lane);
+    // Of the warp's keys.
+    let scales_at = tiles.scales + warp_column / comptime!(SCALED_KEYS as u32) * 4;
     let v_lane = v_at + warp_column * comptime!(LINE as u32) + lane_of_sums(lane, products);
 
     let mut s = registers(groups, comptime!(of_warp.tile.tile_k / 2));
@@ -133,12 +136,13 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             } else {
                 visited.start_after(ahead, scores)
             };
-            copy_keys(&sources, &extras, &work, first, (k_at + free * k_bytes, v_at + free * v_bytes), blueprint);
+            copy_keys(&sources, &extras, &work, first, tiles.stage(free, scores), blueprint);
         }
         copies_commit();
 
         // -- S
-        multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, of_rows);
+        let scales = scales_at + stage * comptime!(scores.scales_bytes() as u32);
+        multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, scales, of_rows);
 
         // -- P
         let mut visit = visited.visit(step < edges.lead || step >= edges.tail, scores);
@@ -175,7 +179,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         }
 
         // -- O
-        multiply_columns(&mut acc, &p, v_lane + stage * v_bytes, of_columns);
+        let scales = scales + comptime!(scores.scales_bytes() as u32 / 2);
+        multiply_columns(&mut acc, &p, v_lane + stage * v_bytes, scales, of_columns);
         stage = select(stage == ahead, 0u32, stage + 1);
         visited.advance(entry_ahead, scores);
     }

@@ -6,7 +6,7 @@
 //! gradient  dq; dk and dv                       products  PTX of products
 //! visits    tiles that a thread block visits    ops       operations that CubeCL does not offer
 //! merge     attentions of warps with keys of    output    the end of a forward
-//!           their own
+//!           their own                           e4m3      PTX of products with keys and values in 8 bits
 //! ```
 //!
 //! f32 is multiplied as tf32. Each value is split into two tf32, which keeps its precision, or rounded to one, where the user
@@ -18,6 +18,8 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+#[cfg(feature = "cuda")]
+pub mod e4m3;
 #[cfg(feature = "cuda")]
 pub mod forward;
 #[cfg(feature = "cuda")]
@@ -165,12 +167,12 @@ impl MmaBlueprint {
     /// Bytes of shared memory: rows of Q and of dO, tiles of K and of V, and as many of lse and of delta where queries stream by.
     ///
     /// ```
-    /// # use flash_attention_kernels::{Dtype, MmaTile, fragment::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};
+    /// # use flash_attention_kernels::{Dtype, KvStorage, MmaTile, fragment::Role, mma::{MmaBlueprint, Products}, tensor_core::Blueprint};
     /// let tile = MmaTile { warpgroups: 1, groups: 2, tile_k: 64, warps_k: 1, stages: 2 };
     /// let scores = Blueprint {
-    ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, tf32: false, head_dim: 128, head_dim_v: 128,
-    ///     capped: false, mask: None, bias: None, alibi: false, modified: false, keeps_derivative: false,
-    ///     sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
+    ///     role: Role::Forward, tile: tile.tile(), dtype: Dtype::BF16, storage: KvStorage::Elements, tf32: false,
+    ///     head_dim: 128, head_dim_v: 128, capped: false, mask: None, bias: None, alibi: false, modified: false,
+    ///     keeps_derivative: false, sums: Default::default(), mask_mod: false, varlen: false, sparse: false, ordered: false, split_keys: false,
     ///     split_group: false, pack_gqa: false, warps_k: 1, stats_multiple: 128,
     /// };
     /// assert_eq!(MmaBlueprint { tile, scores, products: Products::BF16 }.shared_memory(), 96 << 10);
@@ -178,6 +180,7 @@ impl MmaBlueprint {
     pub fn shared_memory(&self) -> usize {
         let scores = &self.scores;
         let rows = scores.tile.warpgroups * (scores.q_bytes() + scores.d_bytes());
-        rows + self.tile.stages * (scores.k_bytes() + scores.v_bytes() + 2 * scores.stats_bytes())
+        let stage = scores.k_bytes() + scores.v_bytes() + scores.scales_bytes() + 2 * scores.stats_bytes();
+        rows + self.tile.stages * stage
     }
 }

@@ -2,6 +2,7 @@
 
 use super::{MmaBlueprint, Products};
 use crate::dtype::Dtype;
+use crate::e4m3::KvStorage;
 use crate::fragment::Scores;
 use crate::ptx::lg2;
 use crate::softmax::lse_bits_log2;
@@ -60,7 +61,11 @@ pub fn write_rows<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let factor = normalizer_of(sum, end.factor, &extras);
             let of_group = acc.index(group);
             let at = outputs.o.stride.at(batch_out, head, row);
-            store_row_of(of_group, half, factor, &mut outputs.o, at, live, scores.head_dim_v, written);
+            if comptime!(scores.storage == KvStorage::E4m3) {
+                store_interleaved_row(of_group, half, factor, &mut outputs.o, at, live, scores.head_dim_v, written);
+            } else {
+                store_row_of(of_group, half, factor, &mut outputs.o, at, live, scores.head_dim_v, written);
+            }
             // Rows to recompute: the sum left the range of f32, or a hidden value that is not finite reached the row.
             let mut lost = sum == f32::INFINITY;
             if comptime!(hides || split) {

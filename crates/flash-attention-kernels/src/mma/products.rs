@@ -1,7 +1,8 @@
 //! PTX of a warp's products: reads of operands from shared memory, their rounding or splitting, and the products. The PTX ISA 8.7 defines
 //! the layout of fragments in registers, in sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
 
-use super::{MmaBlueprint, MmaTile, Products};
+use super::{MmaBlueprint, MmaTile, Products, e4m3};
+use crate::e4m3::KvStorage;
 use crate::tensor_core::LINE;
 
 /// Operands of a product `A · Bᵀ`, of rows with rows.
@@ -21,6 +22,8 @@ pub struct RowsOf {
     pub wide: usize,
     /// Type of the operands.
     pub products: Products,
+    /// How the second operand is stored.
+    pub storage: KvStorage,
 }
 
 /// Operands of a product `A · B`, of registers with columns.
@@ -36,6 +39,8 @@ pub struct ColumnsOf {
     pub columns: usize,
     /// Type of the operands.
     pub products: Products,
+    /// How the second operand is stored.
+    pub storage: KvStorage,
 }
 
 impl MmaBlueprint {
@@ -43,18 +48,20 @@ impl MmaBlueprint {
     pub fn rows_of(&self, group_bytes: usize, wide: usize) -> RowsOf {
         let MmaTile { groups, tile_k: lines, warps_k, .. } = self.tile;
         let (row_lines, tile_k) = (self.tile.warpgroup_rows(), lines / warps_k);
-        RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products: self.products }
+        let (products, storage) = (self.products, self.scores.storage);
+        RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products, storage }
     }
 
     /// Operands of the product of registers with a tile of this number of columns.
     pub fn columns_of(&self, columns: usize) -> ColumnsOf {
         let MmaTile { groups, tile_k: lines, warps_k, .. } = self.tile;
-        ColumnsOf { groups, tile_k: lines / warps_k, lines, columns, products: self.products }
+        let (products, storage) = (self.products, self.scores.storage);
+        ColumnsOf { groups, tile_k: lines / warps_k, lines, columns, products, storage }
     }
 }
 
 /// Read of four matrices, 8 × 8 of 16 bits or 8 × 4 of 32 bits, from the address `at + offset` to registers `name`, from number `4 nth` on.
-fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> String {
+pub(super) fn load(name: &str, nth: usize, at: &str, offset: usize, transposed: bool) -> String {
     let transposed = if transposed { ".trans" } else { "" };
     let words: Vec<_> = (0..4).map(|word| format!("{name}{}", 4 * nth + word)).collect();
     format!("ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{{}}}, [{at}+{offset}];\n", words.join(", "))
@@ -81,7 +88,7 @@ impl Products {
     }
 
     /// `sums = a · b`, or `sums += a · b` if `adds`.
-    fn multiply(self, sums: &[String], a: &[String], b: &[String], adds: bool) -> String {
+    pub(super) fn multiply(self, sums: &[String], a: &[String], b: &[String], adds: bool) -> String {
         let (shape, of) = match self {
             Products::F16 => ("m16n8k16", "f16"),
             Products::BF16 => ("m16n8k16", "bf16"),
@@ -103,7 +110,7 @@ impl Products {
 }
 
 /// `count` names of registers, numbered from `first` on.
-fn names(name: &str, first: usize, count: usize) -> Vec<String> {
+pub(super) fn names(name: &str, first: usize, count: usize) -> Vec<String> {
     (first..first + count).map(|nth| format!("{name}{nth}")).collect()
 }
 
@@ -113,7 +120,7 @@ fn add(first: usize) -> String {
 }
 
 /// Interleaves reads with the products that use them. Each read is issued `by` products earlier, to hide its latency.
-fn ahead(reads: Vec<String>, products: Vec<String>, by: usize) -> String {
+pub(super) fn ahead(reads: Vec<String>, products: Vec<String>, by: usize) -> String {
     let mut text = reads[..by.min(reads.len())].concat();
     for (nth, product) in products.iter().enumerate() {
         if let Some(read) = reads.get(nth + by) {
@@ -126,19 +133,26 @@ fn ahead(reads: Vec<String>, products: Vec<String>, by: usize) -> String {
 
 /// Computes the addresses of the four 32-byte parts of a panel's line. Because of the swizzle, part `n` is at `given` XOR `32 n`. `bits` are
 /// flipped in all four addresses.
-fn parts(name: &str, given: &str, bits: usize) -> String {
+pub(super) fn parts(name: &str, given: &str, bits: usize) -> String {
     (0..4).map(|n| format!("xor.b32 {name}{n}, {given}, {};\n", 32 * n + bits)).collect()
 }
 
 /// Declares the register `none`, which is 0, and for split operands the registers `sum…` of partial sums.
-fn sums(products: Products, count: usize) -> String {
+pub(super) fn sums(products: Products, count: usize) -> String {
     let apart = if products == Products::Split { format!(".reg .f32 sum<{count}>;\n") } else { String::new() };
     format!(".reg .f32 none;\nmov.f32 none, 0f00000000;\n{apart}")
 }
 
 /// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()). The operands `a` and `b` follow the sums.
 pub fn rows_with_rows(of: RowsOf) -> String {
-    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products } = of;
+    match of.storage {
+        KvStorage::Elements => elements_with_rows(of),
+        KvStorage::E4m3 => e4m3::rows_with_rows(of),
+    }
+}
+
+fn elements_with_rows(of: RowsOf) -> String {
+    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products, .. } = of;
     let (steps, pairs) = (wide.div_ceil(products.depth()), tile_k / 16);
     let count = groups * tile_k / 2;
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
@@ -183,14 +197,15 @@ pub fn rows_with_rows(of: RowsOf) -> String {
 /// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()). The sums come first, as results and again as operands. Then follow
 /// each group's fragments of all steps, then the operand `b`.
 pub fn registers_with_columns(of: ColumnsOf) -> String {
-    match of.products {
-        Products::F16 | Products::BF16 => halves_with_columns(of),
-        Products::Tf32 | Products::Split => words_with_columns(of),
+    match (of.storage, of.products) {
+        (KvStorage::E4m3, _) => e4m3::registers_with_columns(of),
+        (_, Products::F16 | Products::BF16) => halves_with_columns(of),
+        (_, Products::Tf32 | Products::Split) => words_with_columns(of),
     }
 }
 
 fn halves_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
+    let ColumnsOf { groups, tile_k, lines, columns, products, .. } = of;
     let (steps, pairs) = (tile_k / 16, columns.div_ceil(16));
     let fragments = groups * columns;
     let last = fragments + groups * 4 * steps;
@@ -219,7 +234,7 @@ fn halves_with_columns(of: ColumnsOf) -> String {
 /// PTX for 32-bit elements, which `ldmatrix` cannot transpose. The order of a sum is free, however. If the even lines are a fragment's
 /// first four rows, threads already hold their part of the first operand, and their reads of the second one are in different banks.
 fn words_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
+    let ColumnsOf { groups, tile_k, lines, columns, products, .. } = of;
     let (steps, eights) = (tile_k / 8, columns / 8);
     let (fragments, count) = (groups * columns, groups * 4 * steps);
     let apart = products == Products::Split;

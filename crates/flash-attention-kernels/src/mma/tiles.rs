@@ -3,11 +3,13 @@
 //! A tile is stored in *panels* with lines of 128 bytes, which are 64 columns of 16 bits. The index of each 16-byte vector of a line is
 //! XORed with the line's number modulo 8. `ldmatrix` reads one vector of eight lines at a time, and these are then in different banks.
 
+use super::e4m3::ordered_word;
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
+use crate::e4m3::KvStorage;
 use crate::extras::Extras;
 use crate::mask::Band;
-use crate::tensor_core::{BlockRows, LINE, RowOf, RowsIn, Sources, WorkTile};
+use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, VECTOR_BYTES, WorkTile};
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel, a vector of 16 bytes each.
@@ -87,7 +89,36 @@ pub fn copy_rows<E: Float, N: Size>(
         };
         lines.push(Line { batch: rows.batch, head: rows.head, row, exists });
     }
-    copy_lines(from, &lines, rows.to, wide, count, blueprint);
+    copy_lines(from, &lines, rows.to, comptime!(of_elements(wide, &blueprint)), count, blueprint);
+}
+
+/// Bytes of so many elements of the inputs.
+fn of_elements(wide: usize, blueprint: &MmaBlueprint) -> usize {
+    wide * blueprint.scores.dtype.size()
+}
+
+/// Shared addresses of a tile of K and of V.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct KeyTiles {
+    /// The tile of K.
+    pub k: u32,
+    /// The tile of V.
+    pub v: u32,
+    /// Scales of K, then of V, if they have any.
+    pub scales: u32,
+}
+
+#[cube]
+impl KeyTiles {
+    /// The tiles of a stage, if these are those of the first one.
+    pub fn stage(&self, stage: u32, #[comptime] scores: Blueprint) -> KeyTiles {
+        KeyTiles {
+            k: self.k + stage * comptime!(scores.k_bytes() as u32),
+            v: self.v + stage * comptime!(scores.v_bytes() as u32),
+            scales: self.scales + stage * comptime!(scores.scales_bytes() as u32),
+        }
+    }
 }
 
 /// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses. Keys may be in pages. They are looked up
@@ -98,11 +129,12 @@ pub fn copy_keys<E: Float, N: Size>(
     extras: &Extras,
     work: &WorkTile,
     first: u32,
-    to: (u32, u32),
+    to: KeyTiles,
     #[comptime] blueprint: MmaBlueprint,
 ) {
     let (batch, head, band) = (work.batch as usize, work.head_kv as usize, work.band);
-    let (head_dim, head_dim_v) = comptime!((blueprint.scores.head_dim, blueprint.scores.head_dim_v));
+    let scores = comptime!(blueprint.scores);
+    let (k_row, v_row) = comptime!((scores.head_dim * scores.kv_size(), scores.head_dim_v * scores.kv_size()));
     let mut lines = Sequence::<Line>::new();
     #[unroll]
     for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
@@ -110,9 +142,39 @@ pub fn copy_keys<E: Float, N: Size>(
         let place = extras.place(batch, band.key_within(key, 1u32));
         lines.push(Line { batch: place.batch, head, row: place.row, exists: band.is_key(key) });
     }
-    let (k_at, v_at) = to;
-    copy_lines(&sources.k, &lines, k_at, head_dim, blueprint.tile.tile_k, blueprint);
-    copy_lines(&sources.v, &lines, v_at, head_dim_v, blueprint.tile.tile_k, blueprint);
+    copy_lines(&sources.k, &lines, to.k, k_row, blueprint.tile.tile_k, blueprint);
+    copy_lines(&sources.v, &lines, to.v, v_row, blueprint.tile.tile_k, blueprint);
+    if comptime!(scores.storage == KvStorage::E4m3) {
+        let of_v = to.scales + comptime!(scores.scales_bytes() as u32 / 2);
+        // Of the threads that copy the first of the keys that share a scale, one copies that of K and one that of V.
+        copy_scales(&sources.k, extras, &lines, 0u32, to.scales, k_row, blueprint);
+        copy_scales(&sources.v, extras, &lines, 1u32, of_v, v_row, blueprint);
+    }
+}
+
+/// Starts the copies of the scales of lines of `row` bytes by their threads of number `by`, to the shared address `to`.
+#[cube]
+fn copy_scales<E: Float, N: Size>(
+    from: &RowsIn<E, N>,
+    extras: &Extras,
+    lines: &Sequence<Line>,
+    by: u32,
+    to: u32,
+    #[comptime] row: usize,
+    #[comptime] blueprint: MmaBlueprint,
+) {
+    let scaled = comptime!(SCALED_KEYS as u32);
+    let of_pass = comptime!(blueprint.tile.units() as u32 / OF_LINE);
+    let line = own_line(0usize, blueprint);
+    if line & (scaled - 1) == 0 && UNIT_POS % OF_LINE == by {
+        #[unroll]
+        for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
+            let Line { batch, head, exists, .. } = *lines.index(pass);
+            let at = from.stride.at(batch, head, 0u32) + comptime!(extras.page_size() * row / VECTOR_BYTES);
+            let to = to + line / scaled * 4 + comptime!(pass as u32 * of_pass / scaled * 4);
+            copy_word(&from.data[at..at + 1], 0usize, to, select(exists, 4u32, 0u32));
+        }
+    }
 }
 
 /// [`copy_rows()`] for the rows of a warpgroup in a block of queries, from its row `rows.first` on, whose query heads may be packed.
@@ -133,7 +195,11 @@ pub fn copy_block_rows<E: Float, N: Size>(
         let row = band.query_within(query);
         lines.push(Line { batch: rows.batch, head: head as usize, row, exists: band.is_query(query) });
     }
-    copy_lines(from, &lines, rows.to, wide, count, blueprint);
+    if comptime!(blueprint.scores.storage == KvStorage::E4m3) {
+        copy_ordered(from, &lines, rows.to, comptime!(of_elements(wide, &blueprint)), count, blueprint);
+    } else {
+        copy_lines(from, &lines, rows.to, comptime!(of_elements(wide, &blueprint)), count, blueprint);
+    }
 }
 
 /// A row that a thread copies, with others, to a line of a tile.
@@ -160,7 +226,7 @@ fn own_line(#[comptime] pass: usize, #[comptime] blueprint: MmaBlueprint) -> u32
     UNIT_POS / OF_LINE + comptime!((pass * blueprint.tile.units() / OF_LINE as usize) as u32)
 }
 
-/// Starts the copy of `wide` columns of this thread's lines, of `count` in all, to the shared address `to`.
+/// Starts the copy of the first `wide` bytes of this thread's lines, of `count` in all, to the shared address `to`.
 #[cube]
 fn copy_lines<E: Float, N: Size>(
     from: &RowsIn<E, N>,
@@ -170,7 +236,6 @@ fn copy_lines<E: Float, N: Size>(
     #[comptime] count: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    let (panel_columns, size) = comptime!((blueprint.scores.panel(), blueprint.scores.dtype.size()));
     let vector = UNIT_POS % OF_LINE;
     let at = to + place(UNIT_POS / OF_LINE, vector);
     let of_pass = comptime!(blueprint.tile.units() / OF_LINE as usize);
@@ -180,9 +245,9 @@ fn copy_lines<E: Float, N: Size>(
         let start = from.stride.at(line.batch, line.head, line.row) + vector as usize;
         let row = &from.data[start..start + 1];
         #[unroll]
-        for panel in 0..comptime!(wide.div_ceil(panel_columns)) {
+        for panel in 0..comptime!(wide.div_ceil(LINE)) {
             // Bytes of the row from the start of this panel on.
-            let left = comptime!((size * (wide - panel * panel_columns)) as u32);
+            let left = comptime!((wide - panel * LINE) as u32);
             let bytes = if comptime!(left >= LINE as u32) {
                 16u32.runtime()
             } else {
@@ -195,11 +260,45 @@ fn copy_lines<E: Float, N: Size>(
     }
 }
 
+/// [`copy_lines()`] of Q, whose words are put in the [order](super::e4m3) of those of K. Rows are whole steps of 32 bytes.
+#[cube]
+fn copy_ordered<E: Float, N: Size>(
+    from: &RowsIn<E, N>,
+    lines: &Sequence<Line>,
+    to: u32,
+    #[comptime] wide: usize,
+    #[comptime] count: usize,
+    #[comptime] blueprint: MmaBlueprint,
+) {
+    let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
+    let of_pass = comptime!(blueprint.tile.units() / OF_LINE as usize);
+    #[unroll]
+    for pass in 0..comptime!(passes(count, &blueprint)) {
+        let of_line = lines.index(pass);
+        let start = from.stride.at(of_line.batch, of_line.head, of_line.row) + vector as usize;
+        let row = &from.data[start..start + 1];
+        #[unroll]
+        for panel in 0..comptime!(wide.div_ceil(LINE)) {
+            let left = comptime!(((wide - panel * LINE) / VECTOR_BYTES) as u32);
+            let bytes = select(of_line.exists && vector < left, 4u32, 0u32);
+            let to = to + comptime!(((panel * count + pass * of_pass) * LINE) as u32);
+            #[unroll]
+            for word in 0..4usize {
+                // The words of an odd vector are the last four of their step, those after the first four in order.
+                let (of_step, in_vector) = comptime!((ordered_word(word) / 4, ordered_word(word) % 4));
+                let at = to + place(line, vector / 2 * 2 + comptime!(of_step as u32));
+                let at = at + vector % 2 * 8 + comptime!(4 * in_vector as u32);
+                copy_word(row, comptime!(panel * OF_LINE as usize * 4 + word), at, bytes);
+            }
+        }
+    }
+}
+
 /// Starts the copy of `count` words, from element `first` of `from` on, to the shared address `to`. All threads must call this function.
 #[cube]
 pub fn copy_words(from: &[u32], first: usize, to: u32, #[comptime] count: usize) {
     if UNIT_POS < comptime!(count as u32) {
         let start = first + UNIT_POS as usize;
-        copy_word(&from[start..start + 1], to + UNIT_POS * 4, 4u32.runtime());
+        copy_word(&from[start..start + 1], 0usize, to + UNIT_POS * 4, 4u32.runtime());
     }
 }

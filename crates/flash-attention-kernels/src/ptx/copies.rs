@@ -150,6 +150,17 @@ pub fn load_floats_of_others(from: &[Vector<u32, Const<2>>]) -> Sequence<f32> {
     })
 }
 
+/// Reads the four words of the first vector of `from`, whatever its elements are.
+#[cube]
+pub fn load_words<E: CubePrimitive>(from: &[E]) -> Sequence<u32> {
+    intrinsic!(|scope| {
+        // SAFETY: the reference belongs to a kernel that is being expanded. Its pointer is a value in the kernel's code and is not dereferenced here.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        let (ty, template) = (u32::__expand_as_type(scope), "ld.global.v4.u32 {$0, $1, $2, $3}, [$4];");
+        sequence(scope, effect_values(scope, ty, 4, template, "=r,=r,=r,=r,l,~{memory}", vec![from]))
+    })
+}
+
 /// Reads the first word of `from`, like [`load_floats_of_others()`].
 #[cube]
 pub fn load_word_of_others(from: &[u32]) -> u32 {

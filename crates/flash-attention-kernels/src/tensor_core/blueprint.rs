@@ -2,9 +2,13 @@
 
 use super::{LINE, PANEL, WARP_UNITS, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use crate::dtype::Dtype;
+use crate::e4m3::KvStorage;
 use crate::fragment::Role;
 use crate::score::Factors;
 use serde::Serialize;
+
+/// Keys of a tile that share a scale: those of the smallest page.
+pub const SCALED_KEYS: usize = 16;
 
 /// Tile sizes. In the kernel of `dk` and `dv`, queries and keys exchange their roles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -46,6 +50,8 @@ pub struct Blueprint {
     pub tile: HopperTile,
     /// Element type.
     pub dtype: Dtype,
+    /// How K and V are stored.
+    pub storage: KvStorage,
     /// Whether f32 operands are rounded to tf32 before they are multiplied.
     pub tf32: bool,
     /// Dimension of a query and of a key.
@@ -121,6 +127,19 @@ impl Blueprint {
         self.head_dim_v.div_ceil(self.panel())
     }
 
+    /// Bytes of an element of K and V.
+    pub fn kv_size(&self) -> usize {
+        match self.storage {
+            KvStorage::Elements => self.dtype.size(),
+            KvStorage::E4m3 => 1,
+        }
+    }
+
+    /// Bytes of a tile of rows of K or V.
+    fn tile_bytes(&self, columns: usize) -> usize {
+        self.tile.tile_k * (columns * self.kv_size()).div_ceil(LINE) * LINE
+    }
+
     /// Whether a work tile is a split of what streams by.
     pub fn is_split(&self) -> bool {
         self.split_keys || self.split_group
@@ -181,12 +200,12 @@ impl Blueprint {
 
     /// Bytes of a tile of K.
     pub fn k_bytes(&self) -> usize {
-        self.tile.tile_k * self.panels() * LINE
+        self.tile_bytes(self.head_dim)
     }
 
     /// Bytes of a tile of V.
     pub fn v_bytes(&self) -> usize {
-        self.tile.tile_k * self.panels_v() * LINE
+        self.tile_bytes(self.head_dim_v)
     }
 
     /// Whether tiles of the bias are loaded to shared memory.
@@ -217,6 +236,14 @@ impl Blueprint {
     /// Bytes of a tile of `dSᵀ`, which passes through shared memory if dQ is accumulated in memory. There are two such tiles.
     pub fn ds_bytes(&self) -> usize {
         if self.reduces() { self.tile.tile_q() * self.tile.tile_k * self.dtype.size() } else { 0 }
+    }
+
+    /// Bytes of the scales of a tile of K and of V: one of each for 16 keys.
+    pub fn scales_bytes(&self) -> usize {
+        match self.storage {
+            KvStorage::Elements => 0,
+            KvStorage::E4m3 => 2 * self.tile.tile_k / SCALED_KEYS * size_of::<f32>(),
+        }
     }
 
     /// Rows of a warpgroup.

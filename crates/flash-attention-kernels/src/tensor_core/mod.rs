@@ -41,7 +41,7 @@ mod statistics;
 #[cfg(feature = "cuda")]
 mod sums;
 
-pub use blueprint::{Blueprint, HopperTile, Rows};
+pub use blueprint::{Blueprint, HopperTile, Rows, SCALED_KEYS};
 #[cfg(feature = "cuda")]
 pub use {
     delta::*, dropout::*, operands::*, packed::*, recompute::*, rows::*, schedule::*, scores::*, softmax::*,

@@ -1,6 +1,9 @@
 //! Tensors that kernels on tensor cores read and write, grouped into arguments.
 
+use super::VECTOR_BYTES;
+use crate::e4m3::KvStorage;
 use crate::extras::Extras;
+use crate::ptx::load_words;
 use cubecl::prelude::*;
 
 /// Strides of the rows of `[B, H, S, …]`. As arguments, strides are constants of the launch; the strides of a tensor are read
@@ -30,6 +33,16 @@ impl Stride {
     }
 }
 
+/// Row of a key in K or V.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct KeyRow {
+    /// Its first vector.
+    pub at: usize,
+    /// Factor of its elements, if they are stored with one.
+    pub scale: f32,
+}
+
 /// An input `[B, H, S, D]` in 16-byte vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -38,6 +51,30 @@ pub struct RowsIn<E: Float, N: Size> {
     pub data: &'static [Vector<E, N>],
     /// Strides in vectors.
     pub stride: Stride,
+}
+
+#[cube]
+impl<E: Float, N: Size> RowsIn<E, N> {
+    /// The row of a key, which may be in a page, in K or V with `wide` columns.
+    pub fn key(
+        &self,
+        extras: &Extras,
+        batch: usize,
+        head: usize,
+        key: u32,
+        #[comptime] wide: usize,
+        #[comptime] storage: KvStorage,
+    ) -> KeyRow {
+        if comptime!(storage == KvStorage::E4m3) {
+            let place = extras.place(batch, key);
+            let page = self.stride.at(place.batch, head, 0u32);
+            let of_scale = page + comptime!(extras.page_size() * wide / VECTOR_BYTES);
+            let words = load_words(&self.data[of_scale..of_scale + 1]);
+            KeyRow { at: page + place.row as usize * self.stride.row, scale: f32::reinterpret(*words.index(0usize)) }
+        } else {
+            KeyRow { at: self.stride.of_key(extras, batch, head, key), scale: 1.0f32.runtime() }
+        }
+    }
 }
 
 /// An output `[B, H, S, D]` in 8-byte vectors.

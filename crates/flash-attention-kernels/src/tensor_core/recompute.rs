@@ -12,7 +12,7 @@ mod products;
 pub use pairs::{RecomputedPair, recompute_sum};
 
 use super::Blueprint;
-use super::operands::{GradientOutputs, LseOut, RowsOut, SourceSides, Sources};
+use super::operands::{GradientOutputs, KeyRow, LseOut, RowsOut, SourceSides, Sources};
 use super::rows::store_row_of;
 use super::schedule::{TileScheduler, visits_of_block};
 use super::scores::{Exponent, score_of_pair};
@@ -20,11 +20,12 @@ use super::softmax::sink_log2;
 use super::statistics::RowStatistics;
 use crate::blocks::Visit;
 use crate::dtype::Dtype;
+use crate::e4m3::{KvStorage, decode_word};
 use crate::extras::Extras;
 use crate::fragment::{Scores, filled};
 use crate::mask::Band;
 use crate::mods::Place;
-use crate::ptx::{ex2, fma_packed, lg2, pack};
+use crate::ptx::{ex2, fma_packed, lg2, load_words, pack};
 use crate::softmax::{HIDDEN, Rescale, lse_bits_log2, raised};
 use cubecl::prelude::*;
 use pairs::recomputed_pair;
@@ -186,8 +187,13 @@ pub fn recompute_row<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 for n in 0..KEYS {
                     let p = plane_shuffle(p, n);
                     if plane_any(lane == n && sees) {
-                        let at = sources.v.stride.of_key(&extras, batch, of.head_kv, start + n);
-                        add_row(&mut o, p, sources.v.data, at, blueprint.head_dim_v, blueprint.vector());
+                        let (wide, storage) = comptime!((blueprint.head_dim_v, blueprint.storage));
+                        let key = sources.v.key(&extras, batch, of.head_kv, start + n, wide, storage);
+                        if comptime!(storage == KvStorage::E4m3) {
+                            add_narrow_row(&mut o, p, sources.v.data, key, wide);
+                        } else {
+                            add_row(&mut o, p, sources.v.data, key.at, wide, blueprint.vector());
+                        }
                     }
                 }
             }
@@ -274,6 +280,30 @@ fn add_row<E: Float, N: Size>(
         for e in 0..vector {
             let n = comptime!(nth * vector + e);
             sums[n] = fma(factor, f32::cast_from(values.extract(e)), sums[n]);
+        }
+    }
+}
+
+/// [`add_row()`] of a row in e4m3.
+#[cube]
+fn add_narrow_row<E: Float, N: Size>(
+    sums: &mut Array<f32>,
+    factor: f32,
+    rows: &[Vector<E, N>],
+    row: KeyRow,
+    #[comptime] wide: usize,
+) {
+    let lane = UNIT_POS % 32;
+    let at = row.at + min((lane / 2) as usize, comptime!(wide / 16 - 1));
+    let words = load_words(&rows[at..at + 1]);
+    #[unroll]
+    for half in 0..2usize {
+        let word = select(lane % 2 == 1, *words.index(comptime!(2 + half)), *words.index(half));
+        let values = decode_word(word, row.scale);
+        #[unroll]
+        for e in 0..4usize {
+            let n = comptime!(4 * half + e);
+            sums[n] = fma(factor, values.extract(e), sums[n]);
         }
     }
 }

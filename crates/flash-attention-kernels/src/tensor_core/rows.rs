@@ -146,6 +146,37 @@ pub fn store_row_f32(
     }
 }
 
+/// Writes one of a thread's two rows of an accumulator whose even columns, of each 16, are in the first of two groups of eight and whose
+/// odd ones are in the second, multiplied by `factor`, in the element type `dtype`. A thread has four consecutive columns of each 16.
+#[cube]
+pub fn store_interleaved_row(
+    o: &Array<f32>,
+    #[comptime] row: usize,
+    factor: f32,
+    out: &mut RowsOut,
+    at: usize,
+    live: bool,
+    #[comptime] columns: usize,
+    #[comptime] dtype: Dtype,
+) {
+    let of_thread = comptime!(if dtype == Dtype::F32 { 2usize } else { 1usize });
+    let at = at + (UNIT_POS % 4) as usize * of_thread;
+    let to = &mut out.data[at..at + 1];
+    #[unroll]
+    for i in 0..comptime!(columns / 16) {
+        let (even, odd) = comptime!((8 * i + 2 * row, 8 * i + 4 + 2 * row));
+        let (a, b) = (o[even] * factor, o[odd] * factor);
+        let (c, d) = (o[comptime!(even + 1)] * factor, o[comptime!(odd + 1)] * factor);
+        let first = comptime!(4 * of_thread * i);
+        if comptime!(dtype == Dtype::F32) {
+            store_pair(to, first, u32::reinterpret(a), u32::reinterpret(b), live);
+            store_pair(to, comptime!(first + 1), u32::reinterpret(c), u32::reinterpret(d), live);
+        } else {
+            store_pair(to, first, pack(a, b, dtype), pack(c, d, dtype), live);
+        }
+    }
+}
+
 /// Writes one of a thread's two rows of an accumulator, multiplied by `factor`, in the element type `dtype`. The row has `wide`
 /// columns, padded to 16-byte vectors. See [`store_row()`] and [`store_row_f32()`].
 #[cube]

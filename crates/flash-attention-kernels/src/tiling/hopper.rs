@@ -395,6 +395,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         role,
         tile,
         dtype: problem.dtype,
+        storage: problem.kv_storage(),
         tf32: super::mma::products(problem) == Products::Tf32,
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,

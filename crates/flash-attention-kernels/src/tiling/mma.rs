@@ -5,6 +5,7 @@ use super::hopper::{self, head_group};
 use super::splits::{self, SplitWork};
 use super::{COUNTERS, Case, Gradient, MmaForward, MmaTiles, NOT_COMPILED, first, require, row};
 use crate::dtype::Dtype;
+use crate::e4m3::KvStorage;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Precision};
@@ -359,10 +360,14 @@ pub fn check(Case { device, problem }: Case, role: Role, plan: MmaForward) -> Re
     require(device.mma.contains(&problem.dtype), || {
         format!("the device has no mma.sync for {} that inline PTX can use", problem.dtype.name())
     })?;
-    let row_bytes = [problem.head_dim, problem.head_dim_v].map(|columns| columns * problem.dtype.size());
+    let row_bytes = [problem.head_dim, problem.head_dim_v].map(|columns| columns * problem.kv_size());
     let whole = row_bytes.iter().all(|bytes| bytes.is_multiple_of(VECTOR_BYTES));
     require(problem.pages.is_none() || whole, || {
         format!("rows of {row_bytes:?} bytes would be padded to multiples of {VECTOR_BYTES}, which copies all pages")
+    })?;
+    let halves = problem.dtype != Dtype::F32;
+    require(halves || problem.kv_storage() == KvStorage::Elements, || {
+        "it multiplies e4m3 by f16 and bf16 only, and q is f32".into()
     })?;
     require(tile.is_consistent(), || {
         format!("{tile:?} is inconsistent: the rows that are copied at a time must divide a tile")

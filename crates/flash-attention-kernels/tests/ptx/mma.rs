@@ -10,8 +10,8 @@ use flash_attention_kernels::tensor_core::Blueprint;
 use flash_attention_kernels::tensor_core::combine::CombinationCompilationArg;
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
-    AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Kernel, MmaForward, MmaTile, Plan,
-    Precision,
+    AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Kernel, KvStorage, MmaForward,
+    MmaTile, Plan, Precision,
 };
 use flash_attention_reference::mods::{Alibi, Softcap};
 use std::time::Instant;
@@ -166,12 +166,17 @@ fn packed_heads_are_products_of_warps() {
         let causal = decoding(head_dim, dtype, 1);
         let mut full = causal;
         full.options.causal = false;
-        for (called, problem) in [
+        let pages = full.with_page_table(&[2, 256], 600, 16).unwrap();
+        let mut cases = vec![
             ("full", full),
             ("causal", causal),
             ("alibi", causal.with_alibi_slopes(&[1, 32]).unwrap()),
-            ("pages", full.with_page_table(&[2, 256], 600, 16).unwrap()),
-        ] {
+            ("pages", pages),
+        ];
+        if dtype != Dtype::F32 {
+            cases.push(("e4m3", pages.with_kv_storage(KvStorage::E4m3).unwrap()));
+        }
+        for (called, problem) in cases {
             let plan = plan_on(&before_hopper(memory), &problem).unwrap();
             let Forward::Mma(MmaForward { tiles, num_splits: 2.., pack_gqa: true }) = plan.forward else {
                 panic!("{plan}")

@@ -1,5 +1,6 @@
 //! Runs the inline PTX of products on a simulated warp, thread by thread, with 32-bit registers and shared memory in bytes.
 
+use flash_attention_kernels::KvStorage;
 use flash_attention_kernels::mma::Products;
 use flash_attention_kernels::mma::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
 use flash_attention_kernels::mma::tiles::{lane_of_columns, lane_of_rows, lane_of_sums, place};
@@ -152,7 +153,8 @@ fn rows_are_multiplied_with_rows() {
     for (products, (groups, tile_k, wide)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
         let panels = wide.div_ceil(LINE / bytes(products));
         let group_bytes = 64 * panels * LINE;
-        let of = RowsOf { groups, group_bytes, row_lines: 64, tile_k, lines: tile_k, wide, products };
+        let storage = KvStorage::Elements;
+        let of = RowsOf { groups, group_bytes, row_lines: 64, tile_k, lines: tile_k, wide, products, storage };
         let padded = wide.next_multiple_of(products.depth());
         let k_at = groups * group_bytes;
         let mut shared = vec![NOTHING; k_at + tile_k * panels * LINE];
@@ -192,7 +194,8 @@ fn rows_are_multiplied_with_rows() {
 fn registers_are_multiplied_with_columns() {
     let shapes = [(2, 64, 128usize), (1, 32, 256), (2, 16, 72), (1, 48, 8), (1, 64, 104)];
     for (products, (groups, tile_k, columns)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
-        let of = ColumnsOf { groups, tile_k, lines: tile_k, columns, products };
+        let storage = KvStorage::Elements;
+        let of = ColumnsOf { groups, tile_k, lines: tile_k, columns, products, storage };
         let panels = columns.div_ceil(LINE / bytes(products));
         let mut shared = vec![NOTHING; tile_k * panels * LINE];
         rows(products, &mut shared, tile_k, columns, |row, column| value(products, 2, row, column));
@@ -244,7 +247,7 @@ fn registers_are_multiplied_with_columns() {
 #[test]
 fn splitting_keeps_nan_and_infinity() {
     for products in [Products::Tf32, Products::Split] {
-        let of = ColumnsOf { groups: 1, tile_k: 16, lines: 16, columns: 8, products };
+        let of = ColumnsOf { groups: 1, tile_k: 16, lines: 16, columns: 8, products, storage: KvStorage::Elements };
         for lost in [f32::NAN.to_bits(), 0x7fff_ffff, 0xffff_ffff, f32::INFINITY.to_bits(), f32::NEG_INFINITY.to_bits()]
         {
             let mut shared = vec![NOTHING; 16 * LINE];

@@ -1,12 +1,13 @@
 //! Products of one row with keys.
 
 use super::super::Blueprint;
-use super::super::operands::Sources;
+use super::super::operands::{KeyRow, Sources};
 use super::LostRow;
 use crate::dtype::Dtype;
+use crate::e4m3::{KvStorage, decode_word};
 use crate::extras::Extras;
 use crate::fragment::filled;
-use crate::ptx::{mma_step, pack};
+use crate::ptx::{load_words, mma_step, pack};
 use crate::rounding::nearest_tf32;
 use cubecl::prelude::*;
 
@@ -67,11 +68,11 @@ pub fn products_with_keys<E: Float, N: Size>(
     let (q, k) = (sources.q.data, sources.k.data);
     let q_at = sources.q.stride.at(of.batch, of.head, of.row);
     // The key that this thread reads in each group of eight.
-    let mut rows = Sequence::<usize>::new();
+    let mut rows = Sequence::<KeyRow>::new();
     #[unroll]
     for eight in 0..4u32 {
         let key = of.band.key_within(first + comptime!(8 * eight) + lane / 4, 1u32);
-        rows.push(sources.k.stride.of_key(extras, of.batch, of.head_kv, key));
+        rows.push(sources.k.key(extras, of.batch, of.head_kv, key, blueprint.head_dim, blueprint.storage));
     }
     let low = products_with_eights(q, q_at, k, *rows.index(0usize), *rows.index(1usize), blueprint);
     let high = products_with_eights(q, q_at, k, *rows.index(2usize), *rows.index(3usize), blueprint);
@@ -83,27 +84,27 @@ pub fn products_with_keys<E: Float, N: Size>(
 }
 
 /// The products of two groups of eight keys with a row: the first column of an `m16 n8` product, whose other columns are 0.
-/// `first_at` and `second_at` are the keys that this thread reads.
+/// `first_key` and `second_key` are the keys that this thread reads.
 #[cube]
 pub fn products_with_eights<E: Float, N: Size>(
     q: &[Vector<E, N>],
     q_at: usize,
     k: &[Vector<E, N>],
-    first_at: usize,
-    second_at: usize,
+    first_key: KeyRow,
+    second_key: KeyRow,
     #[comptime] blueprint: Blueprint,
 ) -> Array<f32> {
     let (wide, dtype) = comptime!((blueprint.head_dim, blueprint.dtype));
     let (whole, rest) = comptime!((wide / 16, wide % 16));
     let mut sums = filled::<f32>(0.0f32, 4usize);
     for step in 0..whole {
-        let (first, second) =
-            (words_of(k, first_at + 2 * step, 16usize, dtype), words_of(k, second_at + 2 * step, 16usize, dtype));
+        let first = words_of_key(k, first_key, step, 16usize, blueprint);
+        let second = words_of_key(k, second_key, step, 16usize, blueprint);
         mma_step(&mut sums, first, second, as_column(words_of(q, q_at + 2 * step, 16usize, dtype)), dtype);
     }
     if comptime!(rest > 0) {
-        let (first, second) =
-            (words_of(k, first_at + 2 * whole, rest, dtype), words_of(k, second_at + 2 * whole, rest, dtype));
+        let first = words_of_key(k, first_key, whole, rest, blueprint);
+        let second = words_of_key(k, second_key, whole, rest, blueprint);
         mma_step(&mut sums, first, second, as_column(words_of(q, q_at + 2 * whole, rest, dtype)), dtype);
     }
     sums
@@ -114,6 +115,38 @@ pub fn products_with_eights<E: Float, N: Size>(
 pub fn as_column(row: (u32, u32)) -> (u32, u32) {
     let first = UNIT_POS % 32 < 4;
     (select(first, row.0, 0u32), select(first, row.1, 0u32))
+}
+
+/// [`words_of()`] of a key, in the product step of this number.
+#[cube]
+fn words_of_key<E: Float, N: Size>(
+    k: &[Vector<E, N>],
+    key: KeyRow,
+    step: usize,
+    #[comptime] len: usize,
+    #[comptime] blueprint: Blueprint,
+) -> (u32, u32) {
+    if comptime!(blueprint.storage == KvStorage::E4m3) {
+        let at = key.at + step;
+        let words = load_words(&k[at..at + 1]);
+        let high = UNIT_POS % 4 >= 2;
+        let first = pair_of(select(high, *words.index(1usize), *words.index(0usize)), key.scale, blueprint.dtype);
+        let second = pair_of(select(high, *words.index(3usize), *words.index(2usize)), key.scale, blueprint.dtype);
+        (first, second)
+    } else {
+        words_of(k, key.at + 2 * step, len, blueprint.dtype)
+    }
+}
+
+/// Two of the four columns in e4m3 of a word: the last ones in odd threads.
+#[cube]
+fn pair_of(word: u32, scale: f32, #[comptime] dtype: Dtype) -> u32 {
+    let four = decode_word(word, scale);
+    let (low, high) = (
+        pack(four.extract(0usize), four.extract(1usize), dtype),
+        pack(four.extract(2usize), four.extract(3usize), dtype),
+    );
+    select(UNIT_POS % 2 == 1, high, low)
 }
 
 /// The two words that a thread contributes to a product step of 16 columns, of which `len` are valid: one from each group of
