@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Where a training step's time on the GPU goes, by kernel: runs a program under ncu and sums one step.
+"""Where a step's time on the GPU goes, by kernel: runs a program under ncu and sums one step of training or of decoding.
 
     python3 benches/gpt_profile.py --name ours -- target/release/gpt --device cuda … --steps 12
     python3 benches/gpt_profile.py --name pytorch -- python3 benches/gpt_peer.py --mode eager --warmup 2 --steps 2
+    python3 benches/gpt_profile.py --name decoding --decoding -- target/release/gpt generate … --tokens 12
 
 A step is what lies between two forward passes: from the first of --layers forward kernels of attention to the next step's
 first. The last whole step counts. Durations are ncu's gpu__time_duration with the GPU's own clocks and caches; kernels run
@@ -38,12 +39,12 @@ def kernels(command, ncu, skip):
     return [(row["Kernel Name"], float(row[metric].replace(",", ""))) for row in rows if row["ID"]]
 
 
-def last_step(found, layers):
+def last_step(found, layers, decoding):
     forward, backward = (re.compile(GROUPS[index][1], re.I) for index in (0, 1))
     starts = [at for at, (name, _) in enumerate(found) if forward.search(name)][::layers]
     spans = [found[start:end] for start, end in zip(starts, starts[1:])]
-    # An evaluation has no backward pass.
-    steps = [span for span in spans if any(backward.search(name) for name, _ in span)]
+    # Of a training, an evaluation has no backward pass.
+    steps = [span for span in spans if decoding or any(backward.search(name) for name, _ in span)]
     if not steps:
         names = sorted({name for name, _ in found})
         sys.exit("no whole step; kernels seen:\n" + "\n".join(names))
@@ -55,12 +56,13 @@ def main():
     parser.add_argument("--ncu", default="ncu")
     parser.add_argument("--name", required=True)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--decoding", action="store_true", help="steps have no backward pass")
     parser.add_argument("--skip", type=int, default=0, help="kernels to leave out, before the steps")
     parser.add_argument("--csv", help="a file for the rows: name, kernel, group, launches, milliseconds")
     parser.add_argument("--launches", help="a file for every launch of the step in its order, with its milliseconds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    step = last_step(kernels(options.command[1:], options.ncu, options.skip), options.layers)
+    step = last_step(kernels(options.command[1:], options.ncu, options.skip), options.layers, options.decoding)
 
     by_kernel = {}
     for name, nanoseconds in step:

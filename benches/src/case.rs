@@ -5,7 +5,7 @@ use crate::functions::{self, Document};
 use clap::ValueEnum;
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL};
 use flash_attention_kernels::mods::{MaskFn, ScoreFn, Temperature};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, KvStorage};
 use flash_attention_reference::mods::{Alibi, Softcap};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -83,12 +83,17 @@ pub enum Variant {
     KeyBiasGradient,
     /// Keys and values in pages of this many positions, in random order.
     Pages(usize),
+    /// The same in e4m3, with a scale for each page and head.
+    E4m3Pages(usize),
     /// A block mask for all heads, in which this percentage of the blocks is full and the others are empty.
     Sparse(usize),
 }
 
 /// Name of [`Variant::Pages`], before the number.
 const PAGES: &str = "pages of ";
+
+/// Name of [`Variant::E4m3Pages`], before the number.
+const E4M3_PAGES: &str = "e4m3 pages of ";
 
 /// Lengths of the sequences of [`Variant::Documents`] in 64ths of all tokens, up to a few tokens.
 const DOCUMENTS: [usize; 8] = [20, 1, 9, 3, 14, 2, 7, 8];
@@ -119,6 +124,7 @@ impl fmt::Display for Variant {
             Variant::WindowFunction(keys) => write!(f, "window function {keys}"),
             Variant::Sparse(percent) => write!(f, "sparse {percent}"),
             Variant::Pages(size) => write!(f, "{PAGES}{size}"),
+            Variant::E4m3Pages(size) => write!(f, "{E4M3_PAGES}{size}"),
             Variant::Temperature => f.write_str("temperature"),
             Variant::KeyBias => f.write_str("key bias"),
             Variant::AlibiGradient
@@ -161,7 +167,17 @@ impl Variant {
 
     /// Whether the variant is timed with this repository's kernels only, called directly.
     pub fn is_direct(self) -> bool {
-        self.without_gradient() != self || matches!(self, Variant::Temperature | Variant::KeyBias | Variant::Pages(_))
+        let direct = matches!(self, Variant::Temperature | Variant::KeyBias) || self.pages().is_some();
+        self.without_gradient() != self || direct
+    }
+
+    /// Positions of a page and their storage, if keys and values are in pages.
+    pub fn pages(self) -> Option<(usize, KvStorage)> {
+        match self {
+            Variant::Pages(size) => Some((size, KvStorage::Elements)),
+            Variant::E4m3Pages(size) => Some((size, KvStorage::E4m3)),
+            _ => None,
+        }
     }
 }
 
@@ -332,16 +348,27 @@ impl Case {
             heads,
             [self.seq_q, self.seq_k],
             [self.head_dim, self.head_dim_v],
-            self.dtype.size(),
+            sizes(self.dtype.size(), &self.variant.to_string()),
         )
     }
 }
 
+/// Bytes of a number of `q` and `o`, which are given, and of `k` and `v`, with this variant by name.
+pub fn sizes(size: usize, variant: &str) -> [usize; 2] {
+    [size, if variant.starts_with(E4M3_PAGES) { 1 } else { size }]
+}
+
 /// Bytes that a forward must move: each number of `q`, `k` and `v` read once and each number of `o` written once, `batch · (heads_q · seq_q
-/// + heads_kv · seq_k) · (head_dim + head_dim_v)` numbers of `size` bytes. Divided by the time, this is the bandwidth of a decoding step.
-pub fn bytes_read_once(batch: usize, heads: [usize; 2], seqs: [usize; 2], dims: [usize; 2], size: usize) -> usize {
-    let rows = heads[0] * seqs[0] + heads[1] * seqs[1];
-    batch * rows * (dims[0] + dims[1]) * size
+/// + heads_kv · seq_k) · (head_dim + head_dim_v)` numbers of these [`sizes`]. Divided by the time, this is the bandwidth of a decoding step.
+pub fn bytes_read_once(
+    batch: usize,
+    heads: [usize; 2],
+    seqs: [usize; 2],
+    dims: [usize; 2],
+    sizes: [usize; 2],
+) -> usize {
+    let rows: usize = (0..2).map(|side| heads[side] * seqs[side] * sizes[side]).sum();
+    batch * rows * (dims[0] + dims[1])
 }
 
 /// Largest number of queries for which a forward counts as a decoding step.
@@ -350,7 +377,7 @@ pub const DECODING: usize = 16;
 /// Whether a forward of these numbers of queries and keys, with this variant by name, is a decoding step. The time of a decoding step
 /// depends on the bytes of its cache and not on its operations, so it is measured without launches and reported in GB/s.
 pub fn is_decoding(seq_q: usize, seq_k: usize, variant: &str) -> bool {
-    seq_q <= DECODING && seq_q < seq_k && (variant == "none" || variant.starts_with(PAGES))
+    seq_q <= DECODING && seq_q < seq_k && (variant == "none" || variant.contains(PAGES))
 }
 
 /// Separator that [`Case::variant_name`] puts before a head dimension of values that differs from that of queries and keys.

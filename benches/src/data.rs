@@ -2,7 +2,7 @@
 
 use crate::case::{Case, Variant};
 use crate::error::Error;
-use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, PagedKv, Precision};
+use flash_attention_kernels::{AttentionProblem, BackwardOrder, Dtype, KvStorage, PagedKv, Precision, e4m3};
 use flash_attention_reference as reference;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -73,6 +73,23 @@ impl Values {
         Values { bytes, dtype }
     }
 
+    /// Rounds numbers of heads of `head` numbers to e4m3 with a scale for each page of `page` numbers.
+    fn round_to_e4m3(&mut self, head: usize, page: usize) {
+        let (dtype, size) = (self.dtype, self.dtype.size());
+        self.bytes.par_chunks_mut(head * size).flat_map(|head| head.par_chunks_mut(page * size)).for_each(|bytes| {
+            let mut codes = vec![0; bytes.len() / size + e4m3::TAIL];
+            let scale = narrow(&to_f64(bytes, dtype), &mut codes);
+            for (to, code) in bytes.chunks_exact_mut(size).zip(codes) {
+                let value = scale * e4m3::decode(code);
+                match dtype {
+                    Dtype::F32 => to.copy_from_slice(&value.to_le_bytes()),
+                    Dtype::F16 => to.copy_from_slice(&f16::from_f32(value).to_le_bytes()),
+                    Dtype::BF16 => to.copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
+                }
+            }
+        });
+    }
+
     /// The numbers in this range.
     pub fn range(&self, range: Range<usize>) -> Vec<f64> {
         let size = self.dtype.size();
@@ -94,6 +111,15 @@ pub fn page_table(pages: PagedKv) -> Vec<u32> {
         table.swap(left, (state >> 33) as usize % (left + 1));
     }
     table
+}
+
+/// Writes numbers in e4m3 and their scale to a page of a head. Returns the scale.
+fn narrow(numbers: &[f64], page: &mut [u8]) -> f32 {
+    let scale = e4m3::scale_of(numbers.iter().fold(0.0, |most, x| x.abs().max(most)) as f32);
+    let (rows, tail) = page.split_at_mut(page.len() - e4m3::TAIL);
+    rows.iter_mut().zip(numbers).for_each(|(code, x)| *code = e4m3::encode(*x as f32 / scale));
+    tail[..4].copy_from_slice(&scale.to_le_bytes());
+    scale
 }
 
 /// One step of the random sequence.
@@ -134,12 +160,19 @@ impl Data {
             Some(_) => (0..lens.len() + 1).map(|n| lens[..n].iter().sum::<usize>() as u32).collect(),
             None => lens.iter().map(|len| *len as u32).collect(),
         });
+        let mut keys_values = [normal(problem.k_shape(), 1), normal(problem.v_shape(), 2)];
+        if let Some((page_size, KvStorage::E4m3)) = case.variant.pages() {
+            for (values, head_dim) in keys_values.iter_mut().zip([case.head_dim, case.head_dim_v]) {
+                values.round_to_e4m3(case.seq_k * head_dim, page_size * head_dim);
+            }
+        }
+        let [k, v] = keys_values;
         Ok(Data {
             case,
             problem,
             q: normal(problem.q_shape(), 0),
-            k: normal(problem.k_shape(), 1),
-            v: normal(problem.v_shape(), 2),
+            k,
+            v,
             dout: normal(problem.o_shape(), 3),
             bias: problem.bias.map(|shape| normal(shape, 4)),
             mask,
@@ -163,24 +196,34 @@ impl Data {
 
     /// The problem as the kernels compute it: that of the case, in pages if the case asks for them.
     pub fn problem_of_kernels(&self) -> Result<AttentionProblem, Error> {
-        let Variant::Pages(size) = self.case.variant else { return Ok(self.problem) };
+        let Some((size, storage)) = self.case.variant.pages() else { return Ok(self.problem) };
         let columns = self.problem.seq_k.div_ceil(size);
-        Ok(self.problem.with_page_table(&[self.problem.batch, columns], self.problem.batch * columns, size)?)
+        let num_pages = self.problem.batch * columns;
+        let problem = self.problem.with_page_table(&[self.problem.batch, columns], num_pages, size)?;
+        Ok(problem.with_kv_storage(storage)?)
     }
 
     /// Keys or values in the pages of this table.
     pub fn in_pages(&self, values: &Values, pages: PagedKv, table: &[u32]) -> Vec<u8> {
-        let PagedKv { num_pages, page_size, max_pages, .. } = pages;
+        let PagedKv { num_pages, page_size, max_pages, storage } = pages;
         let AttentionProblem { num_heads_kv: heads, seq_k, .. } = self.problem;
         let row = values.bytes.len() / (self.problem.batch * heads * seq_k);
-        let mut pool = vec![0; num_pages * heads * page_size * row];
+        let of_page = match storage {
+            KvStorage::E4m3 => e4m3::page_bytes(page_size, row / values.dtype.size()),
+            _ => page_size * row,
+        };
+        let mut pool = vec![0; num_pages * heads * of_page];
         for (nth, page) in table.iter().enumerate() {
             let (sequence, first) = (nth / max_pages, nth % max_pages * page_size);
             let len = page_size.min(seq_k - first) * row;
             for head in 0..heads {
                 let from = ((sequence * heads + head) * seq_k + first) * row;
-                let to = (*page as usize * heads + head) * page_size * row;
-                pool[to..to + len].copy_from_slice(&values.bytes[from..from + len]);
+                let to = (*page as usize * heads + head) * of_page;
+                let (from, to) = (&values.bytes[from..from + len], &mut pool[to..to + of_page]);
+                match storage {
+                    KvStorage::E4m3 => narrow(&to_f64(from, values.dtype), to),
+                    _ => to[..len].copy_from_slice(from),
+                }
             }
         }
         pool

@@ -11,7 +11,7 @@
 //!
 //! Values that were not measured are empty. All rows of one `run` were measured together, on one device.
 
-use crate::case::{bytes_read_once, is_decoding, parse_variant};
+use crate::case::{bytes_read_once, is_decoding, parse_variant, sizes};
 use crate::error::Error;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -249,8 +249,9 @@ impl Timing {
         let bytes = if self.r#impl == COPY {
             2 * self.batch * self.heads_q * self.seq_q * self.head_dim * size
         } else if self.is_decoding() {
-            let dims = [self.head_dim, parse_variant(&self.variant, self.head_dim).1];
-            bytes_read_once(self.batch, [self.heads_q, self.heads_kv], [self.seq_q, self.seq_k], dims, size)
+            let (variant, head_dim_v) = parse_variant(&self.variant, self.head_dim);
+            let (heads, seqs) = ([self.heads_q, self.heads_kv], [self.seq_q, self.seq_k]);
+            bytes_read_once(self.batch, heads, seqs, [self.head_dim, head_dim_v], sizes(size, variant))
         } else {
             return None;
         };

@@ -212,8 +212,8 @@ fn decode() -> Vec<Case> {
     let one = grid.iter().flat_map(|(heads, batch, keys)| keys.iter().map(|seq_k| case(*heads, *batch, 1, *seq_k)));
     let several = [4, 16].map(|seq_q| case([32, 8], 16, seq_q, 8192));
     let paged = [(1, 4096), (1, 131072), (16, 4096), (64, 4096)];
-    let paged =
-        paged.map(|(batch, seq_k)| [16, 64, 256].map(|size| case([32, 8], batch, 1, seq_k).with(Variant::Pages(size))));
+    let variants = [Variant::Pages(16), Variant::Pages(64), Variant::Pages(256), Variant::E4m3Pages(64)];
+    let paged = paged.map(|(batch, seq_k)| variants.map(|variant| case([32, 8], batch, 1, seq_k).with(variant)));
     one.chain(several).chain(paged.into_iter().flatten()).collect()
 }
 

@@ -30,6 +30,9 @@ pub struct Options {
     shape: Vec<Shape>,
     #[command(flatten)]
     filters: Filters,
+    /// Device. Default: the best one that this binary was built for
+    #[arg(long, value_enum)]
+    device: Option<DeviceName>,
     /// What is computed.
     #[arg(long, value_enum, default_value = "forward")]
     part: Part,
@@ -249,7 +252,7 @@ fn candidate(numbers: &[Option<usize>], part: Part, planned: Candidate) -> Resul
 
 /// Times the plans.
 pub fn run(options: &Options) -> Result<(), Error> {
-    let name = DeviceName::best();
+    let name = options.device.unwrap_or_else(DeviceName::best);
     let client = name.open()?.client();
     let (mut timed_any, mut nothing_planned) = (false, None);
     let cases = if options.shape.is_empty() {

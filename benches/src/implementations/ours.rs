@@ -9,8 +9,8 @@ use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use flash_attention_kernels::launch::{MaskStorage, MaskView};
 use flash_attention_kernels::{
-    AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel, Plan, Saved, Scratch, TensorView,
-    backward_with, block_states, forward_with, plan, plan_with,
+    AttentionProblem, BackwardTiles, Dtype, Forward, Gradients, Inputs, Kernel, KvStorage, Plan, Saved, Scratch,
+    TensorView, backward_with, block_states, forward_with, plan, plan_with,
 };
 
 /// Forward, backward or both, alternating between sets of inputs.
@@ -92,7 +92,11 @@ impl Tensors {
             Some(pages) => {
                 let table = page_table(pages);
                 let pool = |values: &Values, shape| {
-                    TensorView::contiguous(client.create_from_slice(&data.in_pages(values, pages, &table)), shape)
+                    let pool = client.create_from_slice(&data.in_pages(values, pages, &table));
+                    match pages.storage {
+                        KvStorage::E4m3 => TensorView::e4m3_pages(pool, shape),
+                        _ => TensorView::contiguous(pool, shape),
+                    }
                 };
                 let (k, v) = (pool(&data.k, p.k_shape()), pool(&data.v, p.v_shape()));
                 (k, v, Some(TensorView::contiguous(words(&table), [p.batch, pages.max_pages])))

@@ -11,6 +11,7 @@ use super::operands::Outputs;
 use super::{BlockRows, Blueprint, RowOf, TileScheduler, WorkTile};
 use crate::dtype::Dtype;
 use crate::extras::Extras;
+use crate::fragment::filled;
 use crate::ptx::*;
 use crate::softmax::{HIDDEN, lse_bits_log2, lse_of_split};
 use cubecl::prelude::*;
@@ -113,6 +114,9 @@ pub fn combine_last(
 }
 
 /// Combines the splits of a row. The whole warp must call it.
+///
+/// Each thread reads the lse of one split of a turn of 32. Sums are relative to the maximum of the turns so far. Outputs are read before a
+/// lse is used, so that one row waits for memory once.
 #[cube]
 pub fn combine_row(
     splits: &Outputs,
@@ -125,70 +129,79 @@ pub fn combine_row(
     let log2_e = comptime!(std::f32::consts::LOG2_E);
     let (lane, count) = (UNIT_POS % 32, row.count);
     let sink = extras.sink(row.head, HIDDEN.runtime());
-    let mut m = HIDDEN.runtime();
-    let mut split = lane;
-    while split < count {
-        m = max(m, lse_of(splits, row, split));
-        split += 32;
-    }
-    let m = max(plane_max(m), sink);
-    let mut l = 0.0f32.runtime();
-    let mut split = lane;
-    while split < count {
-        l += ex2((lse_of(splits, row, split) - m) * log2_e);
-        split += 32;
-    }
-    let l = plane_sum(l) + select(sink == HIDDEN, 0.0f32, ex2((sink - m) * log2_e));
-    let nothing = m == HIDDEN;
-    let factor = select(nothing, 0.0f32, reciprocal(l));
-
-    #[unroll]
-    for part in 0..comptime!(wide.div_ceil(COLUMNS)) {
-        let column = lane * 4 + comptime!((part * COLUMNS) as u32);
-        // Outputs have rows of whole 16-byte vectors.
-        let live = column < comptime!(padded(wide, dtype) as u32);
-        // Threads past the last column read the first one's.
-        let read = select(live, column, 0u32);
-        let mut sum = Array::<f32>::new(4usize);
-        #[unroll]
-        for e in 0..4usize {
-            sum[e] = 0.0f32.runtime();
+    let mut m = sink;
+    let mut l = select(sink == HIDDEN, 0.0f32, 1.0f32);
+    let mut lse = HIDDEN.runtime();
+    // Of this thread's split.
+    let mut weight = 0.0f32.runtime();
+    let parts = comptime!(wide.div_ceil(COLUMNS));
+    let mut sum = filled::<f32>(0.0f32, comptime!(4 * parts));
+    let mut first = 0u32.runtime();
+    while first < count {
+        let split = first + lane;
+        let turns = first % 32 == 0;
+        if turns {
+            lse = select(split < count, lse_of(splits, row, min(split, count - 1)), HIDDEN);
         }
-        let mut first = 0u32.runtime();
-        while first < count {
-            // Reads of several splits are on the way together.
-            let mut values = Sequence::<Sequence<f32>>::new();
-            let mut weights = Sequence::<f32>::new();
+        let mut values = Sequence::<Sequence<f32>>::new();
+        #[unroll]
+        for nth in 0..AT_A_TIME {
+            let split = min(first + comptime!(nth as u32), count - 1);
+            let at = splits.o.stride.at(split as usize * row.batches + row.batch, row.head, row.query);
             #[unroll]
-            for nth in 0..AT_A_TIME {
-                let split = first + comptime!(nth as u32);
-                let existing = min(split, count - 1);
-                let at = splits.o.stride.at(existing as usize * row.batches + row.batch, row.head, row.query);
-                let at = at + (read / 2) as usize;
+            for part in 0..parts {
+                let at = at + (column_of(part, wide, dtype).0 / 2) as usize;
                 values.push(load_floats_of_others(&splits.o.data[at..at + 2]));
-                let weight = ex2((lse_of(splits, row, existing) - m) * log2_e) * factor;
-                weights.push(select(split < count, weight, 0.0f32));
             }
+        }
+        if turns {
+            let highest = max(plane_max(lse), m);
+            let scale = ex2((m - highest) * log2_e);
+            m = highest;
+            weight = select(m == HIDDEN, 0.0f32, ex2((lse - m) * log2_e));
+            l = fma(l, scale, plane_sum(weight));
             #[unroll]
-            for nth in 0..AT_A_TIME {
-                let (of_split, weight) = (values.index(nth), *weights.index(nth));
+            for n in 0..comptime!(4 * parts) {
+                sum[n] *= scale;
+            }
+        }
+        #[unroll]
+        for nth in 0..AT_A_TIME {
+            // Splits past the last one have weight 0.
+            let weight = plane_shuffle(weight, first % 32 + comptime!(nth as u32));
+            #[unroll]
+            for part in 0..parts {
+                let of_split = values.index(comptime!(nth * parts + part));
                 #[unroll]
                 for e in 0..4usize {
-                    sum[e] = fma(*of_split.index(e), weight, sum[e]);
+                    let n = comptime!(4 * part + e);
+                    sum[n] = fma(*of_split.index(e), weight, sum[n]);
                 }
             }
-            first += comptime!(AT_A_TIME as u32);
         }
-        let at = to.o.stride.at(row.batch, row.head, row.query);
+        first += comptime!(AT_A_TIME as u32);
+    }
+    let nothing = m == HIDDEN;
+    let factor = select(nothing, 0.0f32, reciprocal(l));
+    let at = to.o.stride.at(row.batch, row.head, row.query);
+    #[unroll]
+    for part in 0..parts {
+        let (read, live) = column_of(part, wide, dtype);
+        #[unroll]
+        for e in 0..4usize {
+            sum[comptime!(4 * part + e)] *= factor;
+        }
+        let n = comptime!(4 * part);
+        let (a, b, c, d) = (sum[n], sum[comptime!(n + 1)], sum[comptime!(n + 2)], sum[comptime!(n + 3)]);
         if comptime!(dtype == Dtype::F32) {
             let at = at + (read / 2) as usize;
             let to = &mut to.o.data[at..at + 1];
-            store_pair(to, 0usize, u32::reinterpret(sum[0]), u32::reinterpret(sum[1]), live);
-            store_pair(to, 1usize, u32::reinterpret(sum[2]), u32::reinterpret(sum[3]), live);
+            store_pair(to, 0usize, u32::reinterpret(a), u32::reinterpret(b), live);
+            store_pair(to, 1usize, u32::reinterpret(c), u32::reinterpret(d), live);
         } else {
             let at = at + (read / 4) as usize;
             let to = &mut to.o.data[at..at + 1];
-            store_pair(to, 0usize, pack(sum[0], sum[1], dtype), pack(sum[2], sum[3], dtype), live);
+            store_pair(to, 0usize, pack(a, b, dtype), pack(c, d, dtype), live);
         }
     }
     if lane == 0 {
@@ -196,6 +209,15 @@ pub fn combine_row(
         let at = to.lse.stride.at(row.batch, row.head, row.query);
         to.lse.data[at] = lse_bits_log2(m * log2_e, seen, lg2(l));
     }
+}
+
+/// The first of the four columns that this thread combines in a part of a row, and whether they exist. Outputs have rows of whole 16-byte
+/// vectors. Threads past the last column read the first one's.
+#[cube]
+fn column_of(#[comptime] part: usize, #[comptime] wide: usize, #[comptime] dtype: Dtype) -> (u32, bool) {
+    let column = UNIT_POS % 32 * 4 + comptime!((part * COLUMNS) as u32);
+    let live = column < comptime!(padded(wide, dtype) as u32);
+    (select(live, column, 0u32), live)
 }
 
 /// The log-sum-exp of a split of a row; [`HIDDEN`] if it sees no key.

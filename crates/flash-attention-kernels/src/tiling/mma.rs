@@ -204,6 +204,24 @@ const FEW_F32: [(usize, MmaTile); 10] = [
     (256, shape(1, 1, 16)),
 ];
 
+/// The rows of keys and values in e4m3, whose tiles have half the bytes of 16-bit ones. As many bytes are on the way.
+///
+/// ```text
+/// head_dim  rows  keys × stages            shared memory
+/// 128       16    128 × 3 by 4 warps       100 KiB
+/// 128       32    128 × 3 by 4 warps       104 KiB
+/// 128       64    64 × 2                   48 KiB
+/// 256       16    64 × 3 by 4 warps        104 KiB
+/// 256       64    32 × 2                   64 KiB
+/// ```
+const FEW_E4M3: [(usize, MmaTile); 5] = [
+    (128, few(1, 128, 3)),
+    (128, few(2, 128, 3)),
+    (128, shape(1, 1, 64)),
+    (256, few(1, 64, 3)),
+    (256, shape(1, 1, 32)),
+];
+
 /// Largest number of rows of all query heads of a group that count as few.
 const FEW_ROWS: usize = 64;
 
@@ -247,7 +265,11 @@ fn few_rows(case: Case) -> Result<MmaForward, String> {
     let rows = group * problem.seq_q;
     require(rows <= FEW_ROWS, || format!("{rows} rows of the query heads of a group are above {FEW_ROWS}"))?;
     require(problem.options.dropout == 0.0 && problem.block_mask.is_none(), || NO_FEW_ROWS.into())?;
-    let table: &[(usize, MmaTile)] = if problem.dtype == Dtype::F32 { &FEW_F32 } else { &FEW };
+    let table: &[(usize, MmaTile)] = match (problem.kv_storage(), problem.dtype) {
+        (KvStorage::E4m3, _) => &FEW_E4M3,
+        (_, Dtype::F32) => &FEW_F32,
+        (_, Dtype::F16 | Dtype::BF16) => &FEW,
+    };
     row(table, problem)?;
     let fits = table.iter().filter(|(head_dim, tile)| problem.widest() <= *head_dim && rows <= tile.tile_q());
     first(fits.map(|(_, tile)| {
