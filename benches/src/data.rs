@@ -220,9 +220,10 @@ impl Data {
                 let from = ((sequence * heads + head) * seq_k + first) * row;
                 let to = (*page as usize * heads + head) * of_page;
                 let (from, to) = (&values.bytes[from..from + len], &mut pool[to..to + of_page]);
-                match storage {
-                    KvStorage::E4m3 => narrow(&to_f64(from, values.dtype), to),
-                    _ => to[..len].copy_from_slice(from),
+                if storage == KvStorage::E4m3 {
+                    narrow(&to_f64(from, values.dtype), to);
+                } else {
+                    to[..len].copy_from_slice(from);
                 }
             }
         }
