@@ -7,6 +7,7 @@
 mod backward;
 mod blocks;
 mod cache;
+mod e4m3;
 mod few;
 mod forward;
 mod math;
