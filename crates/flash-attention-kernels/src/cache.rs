@@ -6,6 +6,10 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+mod e4m3;
+
+pub use e4m3::{Blueprint, append_e4m3};
+
 use crate::fragment::row_start;
 use crate::pages::{KeyPlace, PageTable};
 use cubecl::prelude::*;
@@ -19,7 +23,7 @@ pub struct KeysValues<E: Float, N: Size> {
 
 /// The same, written to.
 #[derive(CubeType, CubeLaunch)]
-pub struct CachedKeysValues<E: Float, N: Size> {
+pub struct CachedKeysValues<E: Numeric, N: Size> {
     pub k: &'static mut Tensor<Vector<E, N>>,
     pub v: &'static mut Tensor<Vector<E, N>>,
 }
@@ -37,6 +41,24 @@ pub struct AppendedLengths {
     pub new: ComptimeOption<&'static Tensor<u32>>,
     /// Lengths after, `[B]`, written if they are not the same for all sequences.
     pub after: ComptimeOption<&'static mut Tensor<u32>>,
+}
+
+#[cube]
+impl AppendedLengths {
+    /// Length of a sequence before, and how many of `rows` new positions it gets.
+    pub fn of(&self, batch: usize, rows: u32) -> (u32, u32) {
+        let mut start = self.start;
+        #[comptime]
+        if let ComptimeOption::Some(before) = &self.before {
+            start = min(before[batch * before.stride(0)], self.capacity);
+        }
+        let mut count = rows;
+        #[comptime]
+        if let ComptimeOption::Some(new) = &self.new {
+            count = min(new[batch * new.stride(0)], count);
+        }
+        (start, count)
+    }
 }
 
 /// Copies new keys and values to the cache, after the positions that each sequence has, and writes the new lengths. Positions past the end
@@ -59,16 +81,7 @@ pub fn append<E: Float, N: Size>(
     if batch >= new.k.shape(0) {
         terminate!();
     }
-    let mut begin = lengths.start;
-    #[comptime]
-    if let ComptimeOption::Some(before) = &lengths.before {
-        begin = min(before[batch * before.stride(0)], capacity);
-    }
-    let mut count = rows as u32;
-    #[comptime]
-    if let ComptimeOption::Some(new) = &lengths.new {
-        count = min(new[batch * new.stride(0)], count);
-    }
+    let (begin, count) = lengths.of(batch, rows as u32);
     let to = begin + row as u32;
     let exists = (row as u32) < count && to < capacity;
     // What is not written has no page.
@@ -102,9 +115,13 @@ pub fn append<E: Float, N: Size>(
 
 /// Copies whole pages of keys and values to others. `pairs [n, 2]` has the pages that are copied, each with the page that it is copied to;
 /// a pair with a page that does not exist copies nothing. No page is copied to that another pair names. A thread copies a vector of K or
-/// of V.
+/// of V. Pools in e4m3 are words, `[num_pages, Hkv, 1, words]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub fn copy_pages<E: Float, N: Size>(pool: CachedKeysValues<E, N>, pairs: &Tensor<u32>, #[define(E)] _type: ElemType) {
+pub fn copy_pages<E: Numeric, N: Size>(
+    pool: CachedKeysValues<E, N>,
+    pairs: &Tensor<u32>,
+    #[define(E)] _type: ElemType,
+) {
     let width = N::value();
     let (heads, rows) = (pool.k.shape(1), pool.k.shape(2));
     let (of_k, of_v) = (pool.k.shape(3) / width, pool.v.shape(3) / width);
@@ -131,7 +148,7 @@ pub fn copy_pages<E: Float, N: Size>(pool: CachedKeysValues<E, N>, pairs: &Tenso
 
 /// Copies the vector at element `at` of a page to the same place of another page.
 #[cube]
-fn copy_vector<E: Float, N: Size>(tensor: &mut Tensor<Vector<E, N>>, from: usize, to: usize, at: usize) {
+fn copy_vector<E: Numeric, N: Size>(tensor: &mut Tensor<Vector<E, N>>, from: usize, to: usize, at: usize) {
     let (width, stride) = (N::value(), tensor.stride(0));
     let copied = tensor[(from * stride + at) / width];
     tensor[(to * stride + at) / width] = copied;

@@ -13,6 +13,7 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+use crate::dtype::Dtype;
 use crate::tensor::TensorView;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -42,6 +43,22 @@ pub enum KvStorage {
     Elements,
     /// In 8 bits, e4m3, with [a scale for each page and head](mod@crate::e4m3). Dimensions of heads are multiples of 4.
     E4m3,
+}
+
+impl KvStorage {
+    /// Bytes of an element of keys and values of a call whose queries are of this type.
+    ///
+    /// ```
+    /// use flash_attention_kernels::{Dtype, KvStorage};
+    ///
+    /// assert_eq!([KvStorage::Elements, KvStorage::E4m3].map(|storage| storage.size(Dtype::BF16)), [2, 1]);
+    /// ```
+    pub fn size(self, dtype: Dtype) -> usize {
+        match self {
+            KvStorage::Elements => dtype.size(),
+            KvStorage::E4m3 => 1,
+        }
+    }
 }
 
 /// Bytes of a page of a head: its rows, and its scale.
@@ -141,8 +158,14 @@ const ROUNDS: f32 = 8388608.0;
 pub fn scale_of_bits(bits: u32) -> f32 {
     let exponent = (bits >> 23) as i32 - 135i32 + select(bits & 0x7F_FFFFu32 > 0x60_0000u32, 1i32, 0i32);
     let exponent = min(max(exponent, comptime!(EXPONENTS.0).runtime()), comptime!(EXPONENTS.1).runtime());
-    let scale = f32::reinterpret(((exponent + 127i32) as u32) << 23);
-    select(bits < 0x7F80_0000u32, scale, f32::NAN)
+    // WGSL has no literal of a NaN.
+    f32::reinterpret(select(bits < 0x7F80_0000u32, ((exponent + 127i32) as u32) << 23, 0x7FC0_0000u32))
+}
+
+/// The inverse of a scale, which is exact. It is not defined for NaN.
+#[cube]
+pub fn inverse(scale: f32) -> f32 {
+    f32::reinterpret(0x7F00_0000u32 - u32::reinterpret(scale))
 }
 
 /// [`encode()`] of four numbers as the bytes of a word, the first one lowest.

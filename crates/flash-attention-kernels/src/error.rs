@@ -222,6 +222,18 @@ pub enum AttentionError {
         /// Its strides, in elements.
         strides: Vec<usize>,
     },
+    /// A pool of pages that is not laid out as its storage is.
+    #[error("{argument} with shape {shape:?} has strides {strides:?}; pages in e4m3 have strides {expected:?}")]
+    Strides {
+        /// The argument at fault.
+        argument: &'static str,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its strides, in bytes.
+        strides: Vec<usize>,
+        /// The strides of [`TensorView::e4m3_pages`](crate::TensorView::e4m3_pages).
+        expected: Vec<usize>,
+    },
     /// Offsets past 2^32 elements on a device that addresses with 32 bits.
     #[error("{argument} reaches element {reach}, past the 2^32 that this device ({device}) can address")]
     AddressSpace {

@@ -1,15 +1,24 @@
 //! Launch of the kernels that write to a key/value cache.
 
 use super::arguments::{page_table, width};
+use super::e4m3::{check_pool, words};
 use super::{Argument, addresses, elementwise};
-use crate::cache::{AppendedLengthsLaunch, CachedKeysValuesLaunch, KeysValuesLaunch, append, copy_pages};
+use crate::cache::{
+    AppendedLengthsLaunch, Blueprint, CachedKeysValuesLaunch, KeysValuesLaunch, append, append_e4m3, copy_pages,
+};
 use crate::dtype::Dtype;
 use crate::e4m3::KvStorage;
 use crate::error::AttentionError;
+use crate::pages::PageTableLaunch;
 use crate::problem::{PagedKv, agree};
 use crate::tensor::{AnyView, TensorView};
-use crate::tiling::{self, recent};
+use crate::tiling::{self, Device, recent};
 use cubecl::client::Client;
+use cubecl::ir::{ElemType, UIntKind};
+use cubecl::prelude::*;
+
+/// Most threads of a thread block that appends to a page in e4m3.
+const APPEND_UNITS: usize = 128;
 
 /// New positions of sequences, and the key/value cache that [`append_to_cache`] writes them to.
 #[derive(Clone, Debug)]
@@ -67,7 +76,6 @@ pub struct CacheAppend {
 pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Result<(), AttentionError> {
     let device = recent::device(client);
     tiling::check_dtype(&device, dtype)?;
-    check_storage(call.storage)?;
     let CacheAppend { k, v, k_cache, v_cache, page_table: table, storage, start, seq_lens, new_lens, seq_lens_after } =
         call;
     let [batch, heads, new, head_dim] = k.shape;
@@ -80,9 +88,16 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
         storage: *storage,
     });
     paged.map_or(Ok(()), |paged| paged.check())?;
+    if paged.is_none() && *storage == KvStorage::E4m3 {
+        return Err(AttentionError::Unsupported {
+            option: "storage",
+            value: format!("{storage:?}"),
+            why: "only caches in pages have another element type than new positions; give page_table",
+        });
+    }
     let (blocks, capacity) = paged.map_or((batch, rows), |paged| (paged.num_pages, paged.max_pages * paged.page_size));
     let lens = Some([batch]);
-    let size = dtype.size();
+    let (size, stored) = (dtype.size(), storage.size(dtype));
     for argument in [
         Argument::new("k", k, Some(k.shape), size),
         Argument::new("v", v, Some([batch, heads, new, head_dim_v]), size),
@@ -95,11 +110,12 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
     let varies = seq_lens.is_some() || new_lens.is_some();
     let after = Argument::new("seq_lens_after", seq_lens_after, lens.filter(|_| varies), 4);
     for argument in [
-        Argument::new("k_cache", k_cache, Some([blocks, heads, rows, head_dim]), size),
-        Argument::new("v_cache", v_cache, Some([blocks, heads, rows, head_dim_v]), size),
+        Argument::new("k_cache", k_cache, Some([blocks, heads, rows, head_dim]), stored),
+        Argument::new("v_cache", v_cache, Some([blocks, heads, rows, head_dim_v]), stored),
     ] {
         argument.check_output(&device)?;
     }
+    check_pools(*storage, k_cache, v_cache)?;
     after.check(&device)?;
     after.check_output(&device)?;
     if seq_lens.is_none() && start + new > capacity {
@@ -108,11 +124,29 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
     if k.is_empty() && v.is_empty() {
         return Ok(());
     }
-    let views = [k, v, k_cache, v_cache];
-    let width = width(views, size);
-    let vectors = batch * heads * new * (head_dim + head_dim_v) / width;
-    let (count, dim) = elementwise(&device, "append", vectors)?;
     let [before, of_new, after] = [seq_lens, new_lens, seq_lens_after].map(|lens| lens.as_ref().map(|lens| lens.arg()));
+    let lengths =
+        AppendedLengthsLaunch::new(capacity as u32, *start as u32, before.into(), of_new.into(), after.into());
+    let pages = paged.zip(table.as_ref()).map(|(paged, table)| page_table(paged, table));
+    match pages {
+        Some(pages) if *storage == KvStorage::E4m3 => launch_e4m3(client, &device, dtype, call, lengths, pages),
+        pages => launch_elements(client, &device, dtype, call, lengths, pages),
+    }
+}
+
+/// Launches the append to a cache of elements of the type of new positions.
+fn launch_elements(
+    client: &Client,
+    device: &Device,
+    dtype: Dtype,
+    call: &CacheAppend,
+    lengths: AppendedLengthsLaunch,
+    pages: Option<PageTableLaunch>,
+) -> Result<(), AttentionError> {
+    let CacheAppend { k, v, k_cache, v_cache, .. } = call;
+    let views = [k, v, k_cache, v_cache];
+    let width = width(views, dtype.size());
+    let (count, dim) = elementwise(device, "append", (k.len() + v.len()) / width)?;
     // SAFETY: views have been checked against their buffers. The kernel drops positions past the end of the cache.
     unsafe {
         append::launch_unchecked(
@@ -123,8 +157,46 @@ pub fn append_to_cache(client: &Client, dtype: Dtype, call: &CacheAppend) -> Res
             width,
             KeysValuesLaunch::new(k.arg(), v.arg()),
             CachedKeysValuesLaunch::new(k_cache.arg(), v_cache.arg()),
-            AppendedLengthsLaunch::new(capacity as u32, *start as u32, before.into(), of_new.into(), after.into()),
-            paged.zip(table.as_ref()).map(|(paged, table)| page_table(paged, table)).into(),
+            lengths,
+            pages.into(),
+            tiling::element_type(dtype),
+        );
+    }
+    Ok(())
+}
+
+/// Launches the append to pages in e4m3.
+fn launch_e4m3(
+    client: &Client,
+    device: &Device,
+    dtype: Dtype,
+    call: &CacheAppend,
+    lengths: AppendedLengthsLaunch,
+    pages: PageTableLaunch,
+) -> Result<(), AttentionError> {
+    let CacheAppend { k, v, k_cache, v_cache, .. } = call;
+    let [batch, heads, new, head_dim] = k.shape;
+    let page_size = k_cache.shape[2];
+    // They are most if the first new position is the last of a page.
+    let pages_each = (new + page_size - 2) / page_size + 1;
+    let count = tiling::cube_count(device, "append", (2 * batch * heads * pages_each) as u64)?;
+    let units = 1 << device.units.min(APPEND_UNITS).ilog2();
+    let (k_words, v_words) = (words(k_cache), words(v_cache));
+    // SAFETY: views have been checked against their buffers, and pools hold all pages with their scales. The kernel drops positions past
+    // the end of the cache, and writes to no page that does not exist.
+    unsafe {
+        append_e4m3::launch_unchecked(
+            client,
+            count,
+            CubeDim::new_1d(units as u32),
+            addresses([k, v, &k_words, &v_words].map(|view| view as &dyn AnyView)),
+            width([k, v], dtype.size()),
+            KeysValuesLaunch::new(k.arg(), v.arg()),
+            CachedKeysValuesLaunch::new(k_words.arg(), v_words.arg()),
+            lengths,
+            pages,
+            pages_each as u32,
+            Blueprint { units, head_dim, head_dim_v: v.shape[3] },
             tiling::element_type(dtype),
         );
     }
@@ -157,17 +229,22 @@ pub fn copy_cache_pages(
 ) -> Result<(), AttentionError> {
     let device = recent::device(client);
     tiling::check_dtype(&device, dtype)?;
-    check_storage(storage)?;
-    let size = dtype.size();
+    let size = storage.size(dtype);
     let [num_pages, heads, page_size, _] = k_cache.shape;
     for (name, view) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         let shape = [num_pages, heads, page_size, view.shape[3]];
         Argument::new(name, view, Some(shape), size).check_output(&device)?;
     }
     Argument::new("pairs", pairs, Some([pairs.shape[0], 2]), 4).check(&device)?;
-    let views = [k_cache, v_cache];
+    check_pools(storage, k_cache, v_cache)?;
+    let (k, v, element, size) = match storage {
+        KvStorage::Elements => (k_cache.clone(), v_cache.clone(), tiling::element_type(dtype), size),
+        KvStorage::E4m3 => (words(k_cache), words(v_cache), ElemType::UInt(UIntKind::U32), 4),
+    };
+    let views = [&k, &v];
     let width = width(views, size);
-    let vectors = pairs.shape[0] * heads * page_size * (k_cache.shape[3] + v_cache.shape[3]) / width;
+    let of_page = |view: &TensorView| view.shape[1..].iter().product::<usize>();
+    let vectors = pairs.shape[0] * (of_page(&k) + of_page(&v)) / width;
     if vectors == 0 {
         return Ok(());
     }
@@ -180,19 +257,18 @@ pub fn copy_cache_pages(
             dim,
             addresses(views.map(|view| view as &dyn AnyView).into_iter().chain([pairs as &dyn AnyView])),
             width,
-            CachedKeysValuesLaunch::new(k_cache.arg(), v_cache.arg()),
+            CachedKeysValuesLaunch::new(k.arg(), v.arg()),
             pairs.arg(),
-            tiling::element_type(dtype),
+            element,
         );
     }
     Ok(())
 }
 
-fn check_storage(storage: KvStorage) -> Result<(), AttentionError> {
+/// Checks the layout of pools whose storage has one.
+fn check_pools(storage: KvStorage, k_cache: &TensorView, v_cache: &TensorView) -> Result<(), AttentionError> {
     match storage {
         KvStorage::Elements => Ok(()),
-        KvStorage::E4m3 => {
-            Err(AttentionError::Unsupported { option: "storage", value: "e4m3".into(), why: "not implemented" })
-        }
+        KvStorage::E4m3 => check_pool("k_cache", k_cache).and(check_pool("v_cache", v_cache)),
     }
 }

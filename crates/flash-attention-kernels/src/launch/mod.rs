@@ -8,6 +8,7 @@ mod cache;
 mod counters;
 mod direct;
 mod dropout;
+mod e4m3;
 mod few_rows;
 mod forward;
 #[cfg(feature = "cuda")]
@@ -28,6 +29,7 @@ pub use forward::{forward, forward_with};
 pub use route::BlockLists;
 
 use crate::dropout::seed;
+use crate::e4m3::KvStorage;
 use crate::error::{AttentionError, Result};
 use crate::fragment::GridLaunch;
 use crate::mods::TENSORS;
@@ -147,8 +149,8 @@ impl Inputs {
         let [score_a, score_b] = &self.score_tensors;
         let required = [
             Argument::new("q", &self.q, Some(p.q_shape()), size),
-            Argument::new("k", &self.k, Some(p.k_shape()), size),
-            Argument::new("v", &self.v, Some(p.v_shape()), size),
+            Argument::new("k", &self.k, Some(p.k_shape()), p.kv_size()),
+            Argument::new("v", &self.v, Some(p.v_shape()), p.kv_size()),
         ];
         let optional = [
             Argument::new("bias", &self.bias, p.bias, size),
@@ -279,6 +281,9 @@ impl<'a> Call<'a> {
         problem.validate()?;
         tiling::check_dtype(device, problem.dtype)?;
         inputs.arguments(problem).try_for_each(|argument| argument.check(device))?;
+        if problem.kv_storage() == KvStorage::E4m3 {
+            e4m3::check_pool("k", &inputs.k).and(e4m3::check_pool("v", &inputs.v))?;
+        }
         tiling::check_sequences(Case { device, problem })?;
         let words = problem.options.dropout_seed.filter(|_| problem.options.dropout > 0.0).map(seed);
         let bytes = words.map(|words| words.map(u32::to_le_bytes).concat());

@@ -108,10 +108,7 @@ impl AttentionProblem {
 
     /// Bytes of an element of keys and values.
     pub fn kv_size(&self) -> usize {
-        match self.kv_storage() {
-            KvStorage::Elements => self.dtype.size(),
-            KvStorage::E4m3 => 1,
-        }
+        self.kv_storage().size(self.dtype)
     }
 
     /// Checks the pages, if there are any.

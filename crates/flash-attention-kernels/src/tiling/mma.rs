@@ -5,6 +5,7 @@ use super::hopper::{self, head_group};
 use super::splits::{self, SplitWork};
 use super::{COUNTERS, Case, Gradient, MmaForward, MmaTiles, NOT_COMPILED, first, require, row};
 use crate::dtype::Dtype;
+use crate::e4m3::KvStorage;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
 use crate::problem::{AttentionProblem, Precision};
@@ -359,6 +360,7 @@ pub fn check(Case { device, problem }: Case, role: Role, plan: MmaForward) -> Re
     require(device.mma.contains(&problem.dtype), || {
         format!("the device has no mma.sync for {} that inline PTX can use", problem.dtype.name())
     })?;
+    require(problem.kv_storage() == KvStorage::Elements, || "it reads keys and values in the type of q only".into())?;
     let row_bytes = [problem.head_dim, problem.head_dim_v].map(|columns| columns * problem.dtype.size());
     let whole = row_bytes.iter().all(|bytes| bytes.is_multiple_of(VECTOR_BYTES));
     require(problem.pages.is_none() || whole, || {

@@ -8,6 +8,7 @@ mod blocks;
 mod bounds;
 mod caches;
 mod common;
+mod e4m3;
 mod empty;
 mod failures;
 mod faults;
