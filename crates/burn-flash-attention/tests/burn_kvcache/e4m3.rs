@@ -131,7 +131,7 @@ fn check_values(found: &[Vec<f64>], held: &Sequence, appended: &[[Vec<f64>; 2]])
         assert_eq!(*found, held.rows()[position][1], "values of position {position}");
         for (n, (found, original)) in found.iter().zip(original).enumerate() {
             let scale = f64::from(held.scale(position, 1, n / dim_v));
-            let bound = (original.abs() / 16.0).max(scale / 1024.0) + scale / 1024.0;
+            let bound = original.abs() / 16.0 + scale / 512.0;
             assert!((found - original).abs() <= bound, "{found} for {original} with the scale {scale}");
         }
     }
