@@ -1,19 +1,21 @@
 //! Appending to a key/value cache, as [`flash_attention_kernels::cache`] does, and reading it.
 
-use super::{e4m3, floats, slice, words};
+use super::rows::Elements;
+use super::{KeysValues, e4m3, floats, slice, words};
 use crate::backend::{CacheElements, CacheLengths, CacheTensors};
 use crate::tensors::{Extras, OptionalInt};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
 use flash_attention_kernels::KvStorage;
 use half::{bf16, f16};
+use std::sync::Arc;
 
 /// A cache after an append, and what attention over it reads.
 pub struct Appended {
     /// The cache as it is given back, with the new lengths.
     pub cache: CacheTensors<Flex>,
-    /// Keys and values of the positions that are used: where they lie or, of pages, gathered. In f32, if the cache stores them in e4m3.
-    pub used: [FlexTensor; 2],
+    /// Keys and values of the positions that are used, where they lie.
+    pub used: [KeysValues; 2],
     /// The extras, with the new lengths as those of the keys.
     pub extras: Extras<Flex>,
 }
@@ -30,7 +32,7 @@ pub fn append(
     let (seq_lens, new_lens) = (read(cache.seq_lens.into_option()), read(extras.seq_lens_q.clone().into_option()));
     let varies = seq_lens.is_some() || new_lens.is_some();
     let (k, v) = (Memory::of(cache.k, &new_k, page_size), Memory::of(cache.v, &new_v, page_size));
-    let places = Places::of(k.rows, cache.page_table.into_option());
+    let places = Arc::new(Places::of(k.rows, cache.page_table.into_option()));
     let begin = |b: usize| seq_lens.as_ref().map_or(before, |lens| lens[b] as usize).min(places.capacity);
     let count = |b: usize| {
         let count = new_lens.as_ref().map_or(new, |lens| lens[b] as usize).min(new);
@@ -40,12 +42,14 @@ pub fn append(
     let pairs = read(cache.page_copies.into_option()).unwrap_or_default();
     let pairs: Vec<[usize; 2]> = pairs.chunks_exact(2).map(|pair| [pair[0] as usize, pair[1] as usize]).collect();
     let written = [(k, new_k), (v, new_v)].map(|(memory, new)| memory.written(new, &pairs, &runs));
-    let used = if places.table.is_some() {
-        let runs: Vec<Vec<Run>> = (0..batch).map(|b| places.runs(b, 0, (begin(b) + count(b)).min(after))).collect();
-        written.each_ref().map(|memory| memory.gathered(&runs, after))
-    } else {
-        written.each_ref().map(|memory| memory.tensor.narrow(2, 0, after))
-    };
+    let lens: Arc<[usize]> = (0..batch).map(|b| (begin(b) + count(b)).min(after)).collect();
+    let used = written.each_ref().map(|memory| {
+        if places.table.is_none() {
+            return KeysValues::Tensor(memory.tensor.narrow(2, 0, after));
+        }
+        let (places, lens) = (places.clone(), lens.clone());
+        KeysValues::Pages(Pages { memory: memory.clone(), places, lens, seq_k: after })
+    });
     let seq_lens = varies.then(|| {
         let lens: Vec<i32> = (0..batch).map(|b| (begin(b) + count(b)) as i32).collect();
         FlexTensor::new(Bytes::from_elems(lens), Layout::contiguous(Shape::new([batch])), DType::I32)
@@ -104,6 +108,7 @@ impl Places {
 }
 
 /// Keys or values in the memory of a cache.
+#[derive(Clone)]
 struct Memory {
     storage: KvStorage,
     tensor: FlexTensor,
@@ -166,34 +171,47 @@ impl Memory {
         self
     }
 
-    /// The rows of these runs, `[batch, heads, rows, dim]`. Rows without a run are 0.
-    fn gathered(&self, runs: &[Vec<Run>], rows: usize) -> FlexTensor {
-        let Memory { heads, rows: page_size, dim, .. } = *self;
-        let layout = Layout::contiguous(Shape::new([runs.len(), heads, rows, dim]));
-        let len = runs.len() * heads * rows * dim;
-        /// Copies rows of this element type.
-        macro_rules! copied {
-            ($element:ty) => {{
-                let from = self.tensor.storage::<$element>();
-                let mut to = vec![<$element>::from(0u8); len];
-                for (head, of_block, run) in of_heads(runs, heads) {
-                    let (from_row, to_row) = ((of_block * page_size + run.row) * dim, (head * rows + run.before) * dim);
-                    let len = run.len * dim;
-                    to[to_row..to_row + len].copy_from_slice(&from[from_row..from_row + len]);
-                }
-                Bytes::from_elems(to)
-            }};
+    /// Reads rows of a head of a page or sequence.
+    fn read(&self, of_block: usize, row: usize, to: &mut [f32]) {
+        let first = (of_block * self.rows + row) * self.dim;
+        match self.tensor.dtype() {
+            DType::F16 => Elements::F16(self.tensor.storage()).widen(first, to),
+            DType::BF16 => Elements::BF16(self.tensor.storage()).widen(first, to),
+            DType::F32 => Elements::F32(self.tensor.storage()).widen(first, to),
+            _ => {
+                let words = e4m3::page_words(self.rows, self.dim);
+                let pool: &[i32] = self.tensor.storage();
+                e4m3::read(&pool[of_block * words..][..words], row * self.dim, to);
+            }
         }
-        if self.storage == KvStorage::Elements {
-            return FlexTensor::new(of_elements!(self.tensor, copied), layout, self.tensor.dtype());
+    }
+}
+
+/// Keys or values in pages.
+pub struct Pages {
+    memory: Memory,
+    places: Arc<Places>,
+    /// Length of each sequence.
+    lens: Arc<[usize]>,
+    seq_k: usize,
+}
+
+impl Pages {
+    /// `[batch, heads, seq_k, dim]`.
+    pub fn shape(&self) -> [usize; 4] {
+        [self.lens.len(), self.memory.heads, self.seq_k, self.memory.dim]
+    }
+
+    /// Reads rows of a head of a sequence, from `row` on. Those behind the end of the sequence are 0.
+    pub fn read(&self, b: usize, head: usize, row: usize, to: &mut [f32]) {
+        let Memory { heads, dim, .. } = self.memory;
+        let count = self.lens[b].saturating_sub(row).min(to.len() / dim);
+        let (to, behind) = to.split_at_mut(count * dim);
+        behind.fill(0.0);
+        for run in self.places.runs(b, row, count) {
+            let to = &mut to[run.before * dim..][..run.len * dim];
+            self.memory.read(run.block * heads + head, run.row, to);
         }
-        let (from, words) = (self.tensor.storage::<i32>(), e4m3::page_words(page_size, dim));
-        let mut to = vec![0.0; len];
-        for (head, of_block, run) in of_heads(runs, heads) {
-            let to = &mut to[(head * rows + run.before) * dim..][..run.len * dim];
-            e4m3::read(&from[of_block * words..][..words], run.row * dim, to);
-        }
-        FlexTensor::new(Bytes::from_elems(to), layout, DType::F32)
     }
 }
 
