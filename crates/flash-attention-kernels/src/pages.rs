@@ -49,4 +49,9 @@ impl PageTable {
         let page = min(self.page(batch, key), self.num_pages - 1);
         KeyPlace { batch: page as usize, row: key % comptime!(self.page_size) }
     }
+
+    /// Word of the scale in a page of a head in [e4m3](mod@crate::e4m3).
+    pub fn scale_at(&self, #[comptime] head_dim: usize) -> comptime_type!(usize) {
+        comptime!(self.page_size as usize * head_dim / 4)
+    }
 }

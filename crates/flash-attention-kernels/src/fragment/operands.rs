@@ -1,5 +1,6 @@
 //! Groups of tensors that kernels read or write, each passed as one argument.
 
+use super::rows::StoredRows;
 use cubecl::prelude::*;
 
 /// Operands of the forward.
@@ -8,9 +9,9 @@ pub struct Qkv<E: Float, N: Size> {
     /// `[B, H, Sq, D]`.
     pub q: &'static Tensor<Vector<E, N>>,
     /// `[B, Hkv, Sk, D]`.
-    pub k: &'static Tensor<Vector<E, N>>,
+    pub k: StoredRows<E, N>,
     /// `[B, Hkv, Sk, Dv]`.
-    pub v: &'static Tensor<Vector<E, N>>,
+    pub v: StoredRows<E, N>,
 }
 
 /// Results of the forward.

@@ -1,6 +1,6 @@
 //! From a product to a score: scale and softcap, the user's functions, bias, slope, mask and band.
 
-use super::rows::Rows;
+use super::rows::{Rows, StoredRows};
 use crate::blocks::Visit;
 use crate::mask::Band;
 use crate::mods::Place;
@@ -86,8 +86,8 @@ impl TileAt {
     }
 
     /// Rows of keys or values, from the tile's first key on.
-    pub fn keys<E: Float, N: Size>(&self, tensor: &'static Tensor<Vector<E, N>>) -> Rows<E, N> {
-        Rows::of_keys(tensor, self.pages, self.batch, self.head_kv, self.k_start, self.band.after_keys())
+    pub fn keys<E: Float, N: Size>(&self, stored: StoredRows<E, N>) -> Rows<E, N> {
+        Rows::of_keys(stored, self.pages, self.batch, self.head_kv, self.k_start, self.band.after_keys())
     }
 }
 

@@ -1,10 +1,12 @@
 //! Launch arguments.
 
+use super::e4m3::words;
 use super::route::Route;
 use super::{Call, Inputs, Saved, Scratch};
 use crate::dropout::{DropoutLaunch, factor, threshold};
+use crate::e4m3::KvStorage;
 use crate::extras::ExtrasLaunch;
-use crate::fragment::{Role, ScoresLaunch, SideLaunch, SidesLaunch, StatisticsLaunch, WIDTH};
+use crate::fragment::{QkvLaunch, Role, ScoresLaunch, SideLaunch, SidesLaunch, StatisticsLaunch, StoredArgs, WIDTH};
 use crate::mask::Band;
 use crate::mods::{ModsLaunch, TENSORS, TableLaunch, TablesLaunch};
 use crate::pages::PageTableLaunch;
@@ -21,7 +23,22 @@ impl Call<'_> {
     pub(super) fn width<'v>(&self, views: impl IntoIterator<Item = &'v TensorView>) -> usize {
         let Inputs { q, k, v, .. } = self.inputs;
         let size = self.problem.dtype.size();
-        width([q, k, v], size).min(width(views, size))
+        let read: &[&TensorView] = match self.problem.kv_storage() {
+            KvStorage::Elements => &[q, k, v],
+            // Words are read of others.
+            KvStorage::E4m3 => &[q],
+        };
+        width(read.iter().copied(), size).min(width(views, size))
+    }
+
+    /// Operands of the forward.
+    pub(super) fn qkv<E: Float, N: Size>(&self) -> QkvLaunch<E, N> {
+        let Inputs { q, k, v, .. } = self.inputs;
+        let stored = |view: &TensorView| match self.problem.kv_storage() {
+            KvStorage::Elements => StoredArgs::Elements(view.arg()),
+            KvStorage::E4m3 => StoredArgs::E4m3(words(view).arg()),
+        };
+        QkvLaunch::new(q.arg(), stored(k), stored(v))
     }
 
     pub(super) fn dtype(&self) -> ElemType {

@@ -2,7 +2,7 @@
 
 use super::backward::{Backward, Results};
 use super::forward::Outputs;
-use super::{Call, Inputs, Launch};
+use super::{Call, Launch};
 use crate::error::Result;
 use crate::fragment::{ForwardOutputsLaunch, GradientsLaunch, GridLaunch, QkvLaunch, Role, ScoresLaunch, SidesLaunch};
 use crate::matrix::{self, MatrixTile};
@@ -40,7 +40,6 @@ impl<'a> Outputs<'a> {
         call.case().check_bindings("forward", 5)?;
         let (grid, count) = call.rows_grid("forward", list.rows, false)?;
         let Outputs { o, lse, addresses } = self;
-        let Inputs { q, k, v, .. } = call.inputs;
         Ok(Box::new(move || {
             let route = call.route(list, false);
             // SAFETY: views have been checked against their buffers. Kernels read and write no row or column beyond the last one.
@@ -51,7 +50,7 @@ impl<'a> Outputs<'a> {
                     dim,
                     addresses.max(route.addresses()),
                     call.width([o]),
-                    QkvLaunch::new(q.arg(), k.arg(), v.arg()),
+                    call.qkv(),
                     call.scores(Role::Forward, &route, &call.problem.band(), true),
                     ForwardOutputsLaunch::new(o.arg(), lse.arg()),
                     grid,

@@ -3,9 +3,9 @@
 use super::forward::Outputs;
 use super::key_splits::KeySplits;
 use super::route::Route;
-use super::{Call, Inputs, Launch, elementwise};
+use super::{Call, Launch, elementwise};
 use crate::error::Result;
-use crate::fragment::{ForwardOutputsLaunch, QkvLaunch, Role, WIDTH};
+use crate::fragment::{ForwardOutputsLaunch, Role, WIDTH};
 use crate::portable::combine::{SplitsLaunch, combine};
 use crate::portable::few_rows::{self, SplitGridLaunch};
 use crate::tensor::TensorView;
@@ -27,7 +27,6 @@ impl FewRowsForward {
         let combination = (num_splits > 1).then(|| elementwise(call.device, "combine", vectors)).transpose()?;
         let Outputs { o, lse, addresses } = outputs;
         Ok(Box::new(move || {
-            let Inputs { q, k, v, .. } = call.inputs;
             let splits = call.key_splits(num_splits, tiling::split_columns(p));
             let (to, to_lse, to_type) = match &splits {
                 None => (o, lse, call.dtype()),
@@ -44,7 +43,7 @@ impl FewRowsForward {
                     CubeDim::new_1d(tile.units() as u32),
                     call.addresses(&[o, to, to_lse]).max(addresses),
                     call.width([to]),
-                    QkvLaunch::new(q.arg(), k.arg(), v.arg()),
+                    call.qkv(),
                     call.scores(Role::Forward, &route, &p.band(), true),
                     ForwardOutputsLaunch::new(to.arg(), to_lse.arg()),
                     SplitGridLaunch::new(grid, num_splits as u32),

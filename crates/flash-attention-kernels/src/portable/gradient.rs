@@ -15,7 +15,7 @@ use super::Blueprint;
 use super::recompute::*;
 use super::tile::*;
 use crate::blocks::{TileSize, visits};
-use crate::fragment::{Gradients, Grid, ScalarScores, Sides, Vec4, WIDTH, filled, zeros};
+use crate::fragment::{Gradients, Grid, ScalarScores, Sides, Stored, Vec4, WIDTH, filled, zeros};
 use cubecl::prelude::*;
 
 /// Gradients of the rows: `dq`, or `dk` and `dv`.
@@ -66,7 +66,8 @@ pub fn gradient<F: Float, M: Numeric, N: Size>(
                 panels.accumulate(&dout, &mut acc_v, hide, head_dim_v);
             }
             if comptime!(differentiates) {
-                let right = if comptime!(keys) { at.queries(queries.qk) } else { at.keys(of_keys.qk) };
+                let right =
+                    if comptime!(keys) { at.queries(queries.qk) } else { at.keys(Stored::new_Elements(of_keys.qk)) };
                 panels.ask_right(&right, head_dim);
                 tile_gradient.multiply();
                 panels.share(&tile_gradient.ds, keys);

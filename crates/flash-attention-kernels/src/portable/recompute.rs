@@ -11,7 +11,7 @@
 use super::Blueprint;
 use super::scores::apply_score_mod;
 use super::tile::*;
-use crate::fragment::{ScalarScores, Sides, TileAt, WIDTH};
+use crate::fragment::{ScalarScores, Sides, Stored, TileAt, WIDTH};
 use crate::score::Factor;
 use crate::softmax::{softmax_backward, weight};
 use cubecl::prelude::*;
@@ -41,7 +41,11 @@ impl TileGradient {
     /// Prefetches the first chunk that [`TileGradient::recompute`] reads.
     pub fn ask<F: Float, N: Size>(&self, sides: &Sides<F, N>, at: &TileAt, panels: &mut Panels) {
         let (queries, keys) = sides.queries_and_keys(comptime!(self.blueprint.role.is_transposed()));
-        panels.ask_scores(&at.queries(queries.qk), &at.keys(keys.qk), comptime!(self.blueprint.head_dim));
+        panels.ask_scores(
+            &at.queries(queries.qk),
+            &at.keys(Stored::new_Elements(keys.qk)),
+            comptime!(self.blueprint.head_dim),
+        );
     }
 
     /// Multiplies `dT` by the factors, which gives `dS`.
@@ -72,9 +76,9 @@ impl TileGradient {
         let differentiates = comptime!(blueprint.role.differentiates());
         let (micro_q, micro_k) = comptime!((tile.micro_q(), tile.micro_k()));
         let me = panels.me;
-        let (q, k) = (at.queries(queries.qk), at.keys(keys.qk));
+        let (q, k) = (at.queries(queries.qk), at.keys(Stored::new_Elements(keys.qk)));
         panels.products(&q, &k, &mut self.p, head_dim);
-        let (dout, v) = (at.queries(queries.dov), at.keys(keys.dov));
+        let (dout, v) = (at.queries(queries.dov), at.keys(Stored::new_Elements(keys.dov)));
         if comptime!(differentiates) {
             panels.ask_scores(&dout, &v, head_dim_v);
         }

@@ -19,9 +19,10 @@ pub fn row_of(start: u32, nth: u32, #[comptime] tile: RowsTile) -> u32 {
 #[cube]
 pub fn read<F: Float, N: Size>(rows: &Rows<F, N>, row: u32, #[comptime] head_dim: usize) -> Array<Vec4> {
     let mut values = Array::<Vec4>::new(comptime!(vectors(head_dim)));
+    let at = rows.at(row, head_dim);
     #[unroll]
     for n in 0..comptime!(vectors(head_dim)) {
-        values[n] = Vec4::cast_from(rows.read_within(row, comptime!(n * WIDTH).runtime(), head_dim));
+        values[n] = Vec4::cast_from(rows.read_at(&at, comptime!(n * WIDTH).runtime(), head_dim));
     }
     values
 }

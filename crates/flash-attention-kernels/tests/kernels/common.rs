@@ -118,6 +118,8 @@ pub struct Case {
     pub splits: usize,
     /// Positions of a page, if the forward reads keys and values in pages.
     pub page_size: Option<usize>,
+    /// Scales of K and V of each page of a head, `[batch, num_heads_kv, pages of a sequence]`, if these pages are in e4m3.
+    pub kv_scales: Option<[Vec<f32>; 2]>,
     /// Whether the tuner chooses the kernels, if it is compiled in. `FLASH_TEST_TUNED=1` sets this for all cases.
     pub tuned: bool,
 }
@@ -178,6 +180,7 @@ impl Case {
             fused: order.is_some(),
             splits: 1,
             page_size: None,
+            kv_scales: None,
             tuned: std::env::var("FLASH_TEST_TUNED").is_ok_and(|tuned| tuned == "1"),
         }
     }

@@ -1,27 +1,17 @@
-//! Keys and values in 8 bits: encoding, appends and copies of pages bit for bit, and attention over pages of dequantised values.
+//! Keys and values in 8 bits: conversions as on the host, and attention over pages in e4m3 against the oracle's over what is stored.
 
 use crate::common::*;
-use cubecl::client::Client;
+use crate::e4m3_caches::{read_words, words};
+use crate::pages;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
-use flash_attention_kernels::e4m3::{
-    decode, decode_word, encode, encode_word, inverse, page_bytes, scale_of, scale_of_bits,
-};
+use flash_attention_kernels::e4m3::{decode, decode_word, encode, encode_word, inverse, scale_of, scale_of_bits};
+use flash_attention_kernels::mods::ScoreFn;
 use flash_attention_kernels::{
-    AttentionError, CacheAppend, Dtype, KvStorage, TensorView, append_to_cache, copy_cache_pages,
+    AttentionError, AttentionOptions, AttentionProblem, Dtype, Inputs, Kernel, KvStorage, TensorView, backward,
+    forward, plan_with,
 };
 use flash_attention_reference as reference;
-
-/// Words of the device.
-fn words<const RANK: usize>(client: &Client, words: &[u32], shape: [usize; RANK]) -> TensorView<RANK> {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-    TensorView::contiguous(client.create_from_slice(&bytes), shape)
-}
-
-fn read_words(client: &Client, handle: Handle) -> Vec<u32> {
-    let bytes = client.read_one_unchecked(handle);
-    bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
-}
+use flash_attention_reference::mods::Alibi;
 
 /// For each four numbers, given as bits: their scales, the inverses of these, the word that encodes them, and what it stands for, times the
 /// first one's scale.
@@ -91,292 +81,143 @@ fn codes_stand_for_the_published_numbers() {
     }
 }
 
-/// Bytes around a pool.
-const GUARD: usize = 1024;
-
-/// A pool of pages in e4m3, on the host and on the device.
-struct Pool {
-    shape: [usize; 4],
-    bytes: Vec<u8>,
-    whole: Handle,
+/// Whether the kernel under test reads other storage than elements.
+fn is_tested() -> bool {
+    client().is_some_and(|client| supports(&client, chosen_dtype()))
+        && forced_kernel(chosen_dtype()) != Some(Kernel::Mma)
 }
 
-impl Pool {
-    /// A pool of arbitrary bytes. No scale is NaN, so that a kernel that reads one of another page is seen.
-    fn new(client: &Client, shape: [usize; 4]) -> Pool {
-        let len = shape[0] * shape[1] * page_bytes(shape[2], shape[3]);
-        let bytes: Vec<u8> = (0..len).map(|n| (n * 37 % 101) as u8).collect();
-        let guard = [0xA5; GUARD];
-        let whole = client.create_from_slice(&[&guard, &bytes[..], &guard].concat());
-        Pool { shape, bytes, whole }
+/// Those of pages in the element type, and head dimensions and page sizes that these lack.
+fn cases() -> Vec<Case> {
+    let mut cases = pages::cases();
+    let case = |sizes: Sizes, options| Case::new(sizes, Dtype::F32, options);
+    let (full, alibi) =
+        (AttentionOptions::default(), AttentionOptions { score_mod: Some(ScoreFn::of::<Alibi>()), ..causal() });
+    cases.extend([
+        case([2, 2, 1, 1, 90, 4, 4], full).with_seq_lens_k(&[90, 33]).with_pages(16),
+        case([1, 2, 2, 20, 140, 4, 12], causal()).with_pages(128),
+        case([1, 4, 1, 3, 300, 64, 64], alibi).with_score_tensors(&[[1, 4, 1, 1]]).with_pages(256),
+        case([1, 2, 2, 200, 300, 32, 32], full)
+            .with_block_mask([1, 1, 2, 3], [128, 128], vec![0, 2, 1, 1, 0, 2])
+            .with_pages(64),
+    ]);
+    if thorough() {
+        cases.push(case([1, 4, 2, 1, 190, 256, 256], causal()).with_pages(128));
     }
-
-    fn view(&self) -> TensorView {
-        TensorView::e4m3_pages(self.whole.clone().offset_start(GUARD as u64).offset_end(GUARD as u64), self.shape)
-    }
-
-    /// The bytes of a page of a head.
-    fn page(&mut self, page: usize, head: usize) -> &mut [u8] {
-        let len = page_bytes(self.shape[2], self.shape[3]);
-        &mut self.bytes[(page * self.shape[1] + head) * len..][..len]
-    }
-
-    /// Writes rows to a page of a head from the row `begin` on, as the format is documented.
-    fn write(&mut self, page: usize, head: usize, begin: usize, rows: &[f32]) {
-        let at = self.shape[2] * self.shape[3];
-        let start = begin * self.shape[3];
-        let bytes = self.page(page, head);
-        let before = f32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-        let unknown = rows.iter().any(|x| !x.is_finite());
-        let largest = rows.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
-        let mut scale = if unknown { f32::NAN } else { scale_of(largest) };
-        if begin > 0 {
-            scale = if before.is_nan() || scale.is_nan() { f32::NAN } else { scale.max(before) };
-            for byte in &mut bytes[..start] {
-                *byte = encode(decode(*byte) * before / scale);
-            }
-        }
-        for (byte, value) in bytes[start..].iter_mut().zip(rows) {
-            *byte = encode(value / scale);
-        }
-        bytes[at..at + 4].copy_from_slice(&scale.to_le_bytes());
-    }
-
-    /// Compares all bytes with the device's. Of a page whose scale is NaN only that counts, since all its elements are then NaN.
-    fn check(&mut self, client: &Client, what: &str) {
-        let all = client.read_one_unchecked(self.whole.clone());
-        let (before, rest) = all.split_at(GUARD);
-        let (bytes, after) = rest.split_at(self.bytes.len());
-        assert!(before.iter().chain(&after[..GUARD]).all(|byte| *byte == 0xA5), "{what}: written outside of the pool");
-        let [_, heads, page_size, columns] = self.shape;
-        for (nth, found) in bytes.chunks_exact(page_bytes(page_size, columns)).enumerate() {
-            let wanted = self.page(nth / heads, nth % heads);
-            let at = page_size * columns;
-            let [scale, of_device] = [&wanted[at..at + 4], &found[at..at + 4]];
-            let [scale, of_device] = [scale, of_device].map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
-            assert_eq!(of_device.is_nan(), scale.is_nan(), "{what}: page {}, head {}", nth / heads, nth % heads);
-            if scale.is_nan() {
-                wanted.copy_from_slice(found);
-            }
-            assert_eq!(found, wanted, "{what}: page {}, head {}, {of_device} for {scale}", nth / heads, nth % heads);
-        }
-    }
-}
-
-/// A cache of sequences in pages, some of which do not exist.
-struct Cache {
-    pools: [Pool; 2],
-    table: Vec<[u32; 4]>,
-    lens: Vec<usize>,
-}
-
-impl Cache {
-    /// Appends rows of these magnitudes, as many to each sequence, on the device and on the host, and compares.
-    fn append(&mut self, client: &Client, new: usize, of_new: &[usize], layout: Layout, value: impl Fn(usize) -> f64) {
-        let (dtype, batch) = (chosen_dtype(), self.lens.len());
-        let [num_pages, heads, page_size, _] = self.pools[0].shape;
-        let mut placed = Vec::new();
-        for (nth, pool) in self.pools.iter_mut().enumerate() {
-            let columns = pool.shape[3];
-            let values: Vec<f64> = (0..batch * heads * new * columns).map(|at| value(at + 31 * nth)).collect();
-            let values = from_bytes(&to_bytes(&values, dtype), dtype);
-            placed.push(place(client, dtype, [batch, heads, new, columns], layout, &values));
-            for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
-                let (start, end) = (self.lens[b], (self.lens[b] + of_new[b]).min(4 * page_size));
-                let mut at = start;
-                while at < end {
-                    let stop = end.min((at / page_size + 1) * page_size);
-                    let page = self.table[b][at / page_size] as usize;
-                    let first = (b * heads + h) * new;
-                    let rows = &values[(first + at - start) * columns..(first + stop - start) * columns];
-                    let rows: Vec<f32> = rows.iter().map(|x| *x as f32).collect();
-                    if page < num_pages {
-                        pool.write(page, h, at % page_size, &rows);
-                    }
-                    at = stop;
-                }
-            }
-        }
-        let after = words(client, &vec![9; batch], [batch]);
-        let lens = |lens: &[usize]| words(client, &lens.iter().map(|len| *len as u32).collect::<Vec<_>>(), [batch]);
-        let call = CacheAppend {
-            k: placed[0].view.clone(),
-            v: placed[1].view.clone(),
-            k_cache: self.pools[0].view(),
-            v_cache: self.pools[1].view(),
-            page_table: Some(words(client, self.table.as_flattened(), [batch, 4])),
-            storage: KvStorage::E4m3,
-            start: 0,
-            seq_lens: Some(lens(&self.lens)),
-            new_lens: Some(lens(of_new)),
-            seq_lens_after: Some(after.clone()),
-        };
-        append_to_cache(client, dtype, &call).unwrap();
-        let what = format!("{of_new:?} of {new} after {:?}, {layout:?}", self.lens);
-        for pool in &mut self.pools {
-            pool.check(client, &what);
-        }
-        for (len, new) in self.lens.iter_mut().zip(of_new) {
-            *len = (*len + new).min(4 * page_size);
-        }
-        let of_device = read_words(client, after.handle);
-        assert_eq!(of_device, self.lens.iter().map(|len| *len as u32).collect::<Vec<_>>(), "{what}");
-    }
-}
-
-/// Rows of very different magnitudes: scales grow, by one step and by so many that older rows become subnormal or zero; a page begins
-/// again; there are infinities, and numbers that are too large for any scale.
-#[test]
-fn appends_as_documented() {
-    let Some(client) = client() else { return };
-    if !supports(&client, chosen_dtype()) {
-        return;
-    }
-    for (page_size, dims) in [(16, [16, 24]), (32, [4, 8]), (64, [128, 64])] {
-        let pools = dims.map(|columns| Pool::new(&client, [9, 2, page_size, columns]));
-        let table = vec![[7, 2, 99, 4], [0, 8, 1, 3], [5, 99, 6, 99]];
-        let mut cache = Cache { pools, table, lens: vec![0, 1, page_size - 2] };
-        // Sequences whose first positions were never written begin with whatever the pool holds.
-        for pool in &mut cache.pools {
-            for (page, head) in [(0, 0), (0, 1), (5, 0), (5, 1)] {
-                let columns = pool.shape[3];
-                let bytes = pool.page(page, head);
-                let rows: Vec<f32> = bytes[..columns].iter().map(|code| decode(*code)).collect();
-                pool.write(page, head, 0, &rows);
-            }
-            let guard = [0xA5; GUARD];
-            pool.whole = client.create_from_slice(&[&guard, &pool.bytes[..], &guard].concat());
-        }
-        let normal = reference::normal(1 << 14, 5);
-        let random = |exponent: i32| {
-            let normal = &normal;
-            move |at: usize| normal[at % normal.len()] * 2f64.powi(exponent)
-        };
-        cache.append(&client, 1, &[1, 1, 1], Layout::Contiguous, random(0));
-        // The scales stay, grow by one step, and grow by many.
-        cache.append(&client, 1, &[1, 1, 1], Layout::Contiguous, random(-9));
-        cache.append(&client, 2, &[2, 1, 0], Layout::HeadsInner, random(1));
-        cache.append(&client, 3, &[3, 0, 3], Layout::Transposed, random(7));
-        cache.append(&client, 1, &[1, 1, 1], Layout::Padded(3), |at| if at % 8 == 3 { 0.0 } else { -60000.0 });
-        // Many pages at a time, some of them missing, and past the last one.
-        cache.append(
-            &client,
-            2 * page_size,
-            &[page_size, 2 * page_size, 2 * page_size - 1],
-            Layout::Contiguous,
-            |at| normal[at % normal.len()] * 2f64.powi((at / 64 % 20) as i32 - 14),
-        );
-        cache.append(&client, 2 * page_size, &[2 * page_size, 40, 3], Layout::Contiguous, random(-3));
-        // Pages that are written from their first row on begin with a new scale.
-        cache.lens = vec![0, page_size, 5];
-        cache.append(&client, page_size + 1, &[page_size + 1, 5, 1], Layout::HeadsInner, random(-12));
-        // An element that is not finite.
-        cache.lens = vec![3, page_size + 2, 0];
-        let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
-        cache.append(&client, 2, &[2, 1, 2], Layout::Contiguous, |at| if at % 97 == 5 { odd[at % 3] } else { 1.0 });
-        cache.append(&client, 2, &[1, 2, 2], Layout::Contiguous, random(0));
-        cache.lens = vec![0; 3];
-        cache.append(&client, 4, &[4; 3], Layout::Contiguous, random(-1));
-    }
-}
-
-/// Numbers that f16 does not hold: scales of all exponents, and numbers above the largest one.
-#[test]
-fn scales_have_bounds() {
-    let Some(client) = client() else { return };
-    if !supports(&client, chosen_dtype()) || chosen_dtype() == Dtype::F16 {
-        return;
-    }
-    let pools = [8, 12].map(|columns| Pool::new(&client, [4, 1, 16, columns]));
-    let mut cache = Cache { pools, table: vec![[0, 1, 2, 3]], lens: vec![0] };
-    for exponent in [-120, -100, -92, -91, -60, 0, 5, 15, 16, 17, 100] {
-        let value =
-            |at: usize| (at % 7) as f64 / 6.0 * if at % 2 == 0 { 2f64.powi(exponent) } else { -2f64.powi(exponent) };
-        cache.append(&client, 3, &[3], Layout::Contiguous, value);
-    }
-    let page = cache.pools[0].page(1, 0);
-    assert_eq!(page[16 * 8..][..4], 128f32.to_le_bytes());
-}
-
-/// A page of a sequence is copied before another sequence that shares it appends to it.
-#[test]
-fn copies_of_pages_have_their_scales() {
-    let Some(client) = client() else { return };
-    let dtype = chosen_dtype();
-    if !supports(&client, dtype) {
-        return;
-    }
-    let pools = [16, 20].map(|columns| Pool::new(&client, [6, 2, 16, columns]));
-    let mut cache = Cache { pools, table: vec![[3, 9, 9, 9], [1, 9, 9, 9]], lens: vec![0, 0] };
-    let normal = reference::normal(1000, 3);
-    cache.append(&client, 7, &[7, 5], Layout::Contiguous, |at| normal[at % 1000]);
-    // To the first, to the last, and with pages that do not exist.
-    let pairs = words(&client, &[3, 0, 1, 5, 6, 2, 4, 77], [4, 2]);
-    let [k, v] = cache.pools.each_ref().map(Pool::view);
-    copy_cache_pages(&client, dtype, KvStorage::E4m3, &k, &v, &pairs).unwrap();
-    for pool in &mut cache.pools {
-        for (from, to, head) in [(3, 0, 0), (3, 0, 1), (1, 5, 0), (1, 5, 1)] {
-            let page = pool.page(from, head).to_vec();
-            pool.page(to, head).copy_from_slice(&page);
-        }
-        pool.check(&client, "copies");
-    }
-    cache.table = vec![[0, 9, 9, 9], [5, 9, 9, 9]];
-    cache.append(&client, 2, &[2, 2], Layout::Contiguous, |at| 40.0 * normal[at % 1000]);
+    cases.into_iter().map(Case::with_e4m3).collect()
 }
 
 #[test]
-fn caches_that_cannot_be_in_e4m3_are_refused() {
-    let Some(client) = client() else { return };
-    let dtype = chosen_dtype();
-    if !supports(&client, dtype) {
-        return;
+fn attention_over_pages_in_e4m3() {
+    if is_tested() {
+        all(cases());
     }
-    let zeros = |shape: [usize; 4]| {
-        let len: usize = shape.iter().product();
-        TensorView::contiguous(client.create_from_slice(&vec![0; len * dtype.size()]), shape)
+}
+
+/// What is stored is read exactly: the results are those of contiguous keys and values that are rounded to it.
+#[test]
+fn storage_changes_no_bit_of_what_is_stored() {
+    let Some(client) = client().filter(|_| is_tested()) else { return };
+    for stored in cases() {
+        let ran = stored.run(&client).unwrap();
+        let backward = plan_with(&client, &stored.problem, ran.forward.kernel()).unwrap().backward;
+        let tiles = Some((ran.forward, backward));
+        let contiguous = Case { page_size: None, kv_scales: None, tiles, ..stored.clone() };
+        let other = contiguous.run(&client).unwrap();
+        let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&ran.o), bits(&other.o), "{:?}", stored.problem);
+        assert_eq!(bits(&ran.lse), bits(&other.lse), "{:?}", stored.problem);
+    }
+}
+
+/// The kernels that are not planned here, for a token, which several thread blocks share, and for a prompt.
+#[test]
+fn every_family_reads_e4m3() {
+    let Some(client) = client().filter(|_| is_tested()) else { return };
+    let token = Case::new([2, 8, 2, 1, 200, 64, 32], Dtype::F32, causal()).with_seq_lens_k(&[200, 77]).with_sinks();
+    let prompt = Case::new([1, 2, 1, 50, 80, 32, 64], Dtype::F32, causal());
+    let mut ran = Vec::new();
+    for case in [token, prompt].map(|case| case.with_pages(16).with_e4m3()) {
+        for kernel in [Kernel::Portable, Kernel::Rows, Kernel::Matrix] {
+            let Ok(plan) = plan_with(&client, &case.forward_problem(), kernel) else { continue };
+            let case = Case { tiles: Some((plan.forward, plan.backward)), wanted: [false; 7], ..case.clone() };
+            case.check(&client);
+            ran.push(kernel);
+        }
+    }
+    assert!(ran.contains(&Kernel::Portable) && ran.contains(&Kernel::Rows), "{ran:?}");
+}
+
+/// All elements of a page with one that is not finite are NaN. They reach the queries that see the page and no other ones.
+#[test]
+fn pages_that_are_not_finite() {
+    let Some(client) = client().filter(|_| is_tested()) else { return };
+    let window = AttentionOptions { window_left: Some(20), ..causal() };
+    let mut case = Case::new([1, 4, 2, 40, 150, 64, 64], Dtype::F32, window);
+    // The page of the positions 96 to 111 of the first key/value head, which its queries 0 and 1 to 21 see; the first of 110 is at 110.
+    case.tensors.v[100 * 64 + 3] = f64::INFINITY;
+    case.tensors.k[(150 + 101) * 64] = f64::NAN;
+    let case = case.with_pages(16).with_e4m3();
+    let ran = case.run(&client).unwrap();
+    for (row, o) in ran.o.chunks_exact(64).enumerate() {
+        let sees = row % 40 + 110 - 20 <= 111;
+        assert!(o.iter().all(|x| x.is_nan() == sees), "row {row}: {o:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_read_in_e4m3_is_refused() {
+    let problem = |columns: usize| {
+        let (q, kv) = ([2, 4, 1, columns], [2, 2, 100, columns]);
+        AttentionProblem::new(&q, &kv, &kv, Dtype::F32, AttentionOptions::default()).unwrap()
     };
-    let pool = |shape: [usize; 4]| Pool::new(&client, shape).view();
-    let call = CacheAppend {
-        k: zeros([2, 2, 3, 16]),
-        v: zeros([2, 2, 3, 8]),
-        k_cache: pool([5, 2, 16, 16]),
-        v_cache: pool([5, 2, 16, 8]),
-        page_table: Some(words(&client, &[0, 1], [2, 1])),
-        storage: KvStorage::E4m3,
-        start: 4,
-        seq_lens: None,
-        new_lens: None,
-        seq_lens_after: None,
-    };
-    append_to_cache(&client, dtype, &call).unwrap();
-    let refused = |call: CacheAppend, words: &str| {
-        let error = append_to_cache(&client, dtype, &call).unwrap_err().to_string();
+    let refused = |made: Result<AttentionProblem, AttentionError>, words: &str| {
+        let error = made.unwrap_err().to_string();
         assert!(error.contains(words), "{error} lacks {words}");
     };
-    let full = append_to_cache(&client, dtype, &CacheAppend { start: 14, ..call.clone() }).unwrap_err();
-    assert_eq!(full, AttentionError::CacheFull { capacity: 16, len: 14, new: 3 });
     refused(
-        CacheAppend { page_table: None, k_cache: zeros([2, 2, 16, 16]), v_cache: zeros([2, 2, 16, 8]), ..call.clone() },
-        "storage = E4m3 is not supported: only caches in pages",
+        problem(64).with_kv_storage(KvStorage::E4m3),
+        "storage = E4m3 is not supported: only keys and values in pages",
     );
-    let other = TensorView { strides: [512, 256, 16, 1], ..call.k_cache.clone() };
+    let paged = |columns| problem(columns).with_page_table(&[2, 7], 20, 16).unwrap().with_kv_storage(KvStorage::E4m3);
+    refused(paged(66), "storage = E4m3 is not supported: head_dim and head_dim_v must be multiples of 4");
+    let good = paged(64).unwrap();
+    let Some(client) = client() else { return };
+    let zeros = |shape: [usize; 4]| {
+        TensorView::contiguous(client.create_from_slice(&vec![0; 4 * shape.iter().product::<usize>()]), shape)
+    };
+    let (q, o, lse) = (zeros([2, 4, 1, 64]), zeros([2, 4, 1, 64]), words(&client, &[0; 8], [2, 4, 1]));
+    let pool = TensorView::e4m3_pages(client.create_from_slice(&[0; 20 * 2 * (16 * 64 + 16)]), [20, 2, 16, 64]);
+    let inputs =
+        Inputs { page_table: Some(words(&client, &[0; 14], [2, 7])), ..Inputs::new(q, pool.clone(), pool.clone()) };
+    if is_tested() {
+        forward(&client, &good, &inputs, &o, &lse).unwrap();
+    }
+    let refused = |inputs: &Inputs, words: &str| {
+        let error = forward(&client, &good, inputs, &o, &lse).unwrap_err().to_string();
+        assert!(error.contains(words), "{error} lacks {words}");
+    };
+    // In the element type, without the last scale, and as many bytes from the start of a word.
     refused(
-        CacheAppend { k_cache: other, ..call.clone() },
-        "has strides [512, 256, 16, 1]; pages in e4m3 have strides [544, 272, 16, 1]",
+        &Inputs { v: zeros([20, 2, 16, 64]), ..inputs.clone() },
+        "v with shape [20, 2, 16, 64] has strides [2048, ",
     );
-    // The rows fit, but not the last scale.
-    let short = TensorView { handle: client.empty(5 * 2 * (16 * 8 + 16) - 16), ..call.v_cache.clone() };
-    refused(CacheAppend { v_cache: short, ..call.clone() }, "v_cache with shape [5, 2, 16, 8]");
+    let short = TensorView { handle: pool.handle.clone().offset_end(16), ..pool.clone() };
     refused(
-        CacheAppend { k: zeros([2, 2, 3, 6]), k_cache: pool([5, 2, 16, 6]), ..call.clone() },
-        "k_cache = rows of 6 elements is not supported",
+        &Inputs { k: short, ..inputs.clone() },
+        "k with shape [20, 2, 16, 64] and strides [2080, 1040, 64, 1] reaches",
     );
-    let odd = TensorView::e4m3_pages(client.empty(4096).offset_start(2), [5, 2, 16, 16]);
-    refused(CacheAppend { k_cache: odd, ..call.clone() }, "k_cache = a view that begins at byte 2");
-    let [k, v] = [&call.k_cache, &call.v_cache];
-    let pairs = words(&client, &[0, 1], [1, 2]);
-    copy_cache_pages(&client, dtype, KvStorage::E4m3, k, v, &pairs).unwrap();
-    let error = copy_cache_pages(&client, dtype, KvStorage::E4m3, k, &zeros([5, 2, 16, 8]), &pairs).unwrap_err();
-    assert!(error.to_string().starts_with("v_cache with shape"), "{error}");
+    let larger = client.empty(20 * 2 * (16 * 64 + 16) + 4).offset_start(1);
+    refused(
+        &Inputs { k: TensorView { handle: larger, ..pool }, ..inputs.clone() },
+        "k = a view that begins at byte 1 is not",
+    );
+    let saved = flash_attention_kernels::Saved { o: o.clone(), lse: lse.clone(), dout: o.clone(), dlse: None };
+    let error = backward(&client, &good, &inputs, &saved, &Default::default()).unwrap_err().to_string();
+    assert!(error.starts_with("page_table = 20 pages of 16 positions is not supported"), "{error}");
+    // Kernels that read elements alone.
+    for kernel in [Kernel::Hopper, Kernel::Mma] {
+        let error = plan_with(&client, &good, kernel).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("kernel {} was requested, but", kernel.name())), "{error}");
+    }
 }

@@ -9,6 +9,7 @@ mod bounds;
 mod caches;
 mod common;
 mod e4m3;
+mod e4m3_caches;
 mod empty;
 mod failures;
 mod faults;

@@ -9,7 +9,7 @@ use flash_attention_kernels::{
 use flash_attention_reference::mods::Alibi;
 
 /// A token, a few and a prompt; sequences that end within a page, at its end, and in the first one.
-fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<Case> {
     let full = AttentionOptions::default();
     let window = AttentionOptions { window_left: Some(40), window_right: Some(3), ..full };
     let capped = AttentionOptions { softcap: Some(2.0), softmax_scale: Some(0.4), ..causal() };
