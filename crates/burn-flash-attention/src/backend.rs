@@ -7,7 +7,7 @@ use crate::tensors::{Extras, OptionalFloat, OptionalInt};
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, ExtensionType, backend_extension};
 use flash_attention_kernels::mods::TENSORS;
-use flash_attention_kernels::{AttentionOptions, AttentionProblem};
+use flash_attention_kernels::{AttentionOptions, AttentionProblem, KvStorage};
 
 #[cfg(feature = "fusion")]
 use crate::tensors::{OptionalFloatMetadata, OptionalIntMetadata};
@@ -26,14 +26,49 @@ pub struct AttentionOutput<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
+/// Keys or values of a cache, as the cache stores them.
+#[derive(Clone, Debug, ExtensionType)]
+#[cfg_attr(feature = "fusion", extension_type(fusion))]
+pub enum CacheElements<B: Backend> {
+    /// `[batch, num_heads_kv, capacity, head_dim]`, or with a page table `[num_pages, num_heads_kv, page_size, head_dim]`.
+    Elements(FloatTensor<B>),
+    /// [Pages in e4m3](KvStorage::E4m3), one after the other, in words of 32 bits. One dimension, because rows of several may be padded.
+    E4m3(IntTensor<B>),
+}
+
+impl<B: Backend> CacheElements<B> {
+    /// A tensor that is stored like this, for a backend whose tensors of all kinds are one type.
+    #[cfg(any(feature = "cube", feature = "flex"))]
+    pub fn new<T: Into<FloatTensor<B>> + Into<IntTensor<B>>>(storage: KvStorage, tensor: T) -> Self {
+        match storage {
+            KvStorage::E4m3 => CacheElements::E4m3(tensor.into()),
+            _ => CacheElements::Elements(tensor.into()),
+        }
+    }
+
+    /// The tensor and how it is stored, for a backend whose tensors of all kinds are one type.
+    #[cfg(any(feature = "cube", feature = "flex"))]
+    pub fn into_tensor<T>(self) -> (KvStorage, T)
+    where
+        FloatTensor<B>: Into<T>,
+        IntTensor<B>: Into<T>,
+    {
+        match self {
+            CacheElements::Elements(tensor) => (KvStorage::Elements, tensor.into()),
+            CacheElements::E4m3(words) => (KvStorage::E4m3, words.into()),
+        }
+    }
+}
+
 /// Tensors of a key/value cache.
 #[derive(Debug, ExtensionType)]
 #[cfg_attr(feature = "fusion", extension_type(fusion))]
 pub struct CacheTensors<B: Backend> {
-    /// `[batch, num_heads_kv, capacity, head_dim]`, or with a page table `[num_pages, num_heads_kv, page_size, head_dim]`.
-    pub k: FloatTensor<B>,
-    /// `[batch, num_heads_kv, capacity, head_dim_v]`, or with a page table `[num_pages, num_heads_kv, page_size, head_dim_v]`.
-    pub v: FloatTensor<B>,
+    #[extension_type]
+    pub k: CacheElements<B>,
+    /// Stored as the keys are.
+    #[extension_type]
+    pub v: CacheElements<B>,
     /// `[batch]`, 32 bits each: the length of each sequence, if they may differ.
     #[extension_type]
     pub seq_lens: OptionalInt<B>,
@@ -46,13 +81,15 @@ pub struct CacheTensors<B: Backend> {
     pub page_copies: OptionalInt<B>,
 }
 
-/// Lengths of the sequences of a cache, as the host knows them.
+/// Lengths of the sequences of a cache and of its pages, as the host knows them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLengths {
     /// Length of each sequence before a call, unless the device has their lengths.
     pub before: usize,
     /// Length of the longest sequence after the call, or more.
     pub after: usize,
+    /// Positions of a page, if there are pages.
+    pub page_size: usize,
 }
 
 /// What attention with a cache returns.

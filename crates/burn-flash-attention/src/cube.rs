@@ -1,8 +1,8 @@
 //! Attention on the tensors of Burn's CubeCL backend: views of them, outputs for them, and the kernels in between.
 
 use crate::backend::{
-    AttentionGradients, AttentionOutput, CacheLengths, CacheTensors, CachedAttentionOutput, FlashAttentionOps, Lse,
-    Saved, Wanted,
+    AttentionGradients, AttentionOutput, CacheElements, CacheLengths, CacheTensors, CachedAttentionOutput,
+    FlashAttentionOps, Lse, Saved, Wanted,
 };
 use crate::problem::{dtype, problem};
 use crate::tensors::{Extras, OptionalInt};
@@ -12,6 +12,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::untile;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
+use flash_attention_kernels::e4m3::page_bytes;
 use flash_attention_kernels::mods::TENSORS;
 #[cfg(feature = "autotune")]
 use flash_attention_kernels::tuning::{backward_tuned as backward, forward_tuned as forward};
@@ -96,7 +97,7 @@ pub fn try_forward(
     extras: Extras<CubeBackend>,
     options: AttentionOptions,
 ) -> Result<AttentionOutput<CubeBackend>, AttentionError> {
-    forward_of(Call::new(q, k, v, None, extras, options)?)
+    forward_of(Call::new(q, k, v, extras, options)?)
 }
 
 fn forward_of(call: Call) -> Result<AttentionOutput<CubeBackend>, AttentionError> {
@@ -113,14 +114,16 @@ fn try_with_kvcache(
     cache: CacheTensors<CubeBackend>,
     extras: Extras<CubeBackend>,
     options: AttentionOptions,
-    CacheLengths { before, after }: CacheLengths,
+    CacheLengths { before, after, page_size }: CacheLengths,
 ) -> Result<CachedAttentionOutput<CubeBackend>, AttentionError> {
     let [k, v] = [k, v].map(untile);
     let [batch, ..]: [usize; 4] = k.meta.shape().dims();
     let dtype = dtype("q", q.dtype)?;
+    let (k_cache, v_cache) = (Memory::of(cache.k, &k, page_size), Memory::of(cache.v, &v, page_size));
+    let storage = k_cache.storage;
     let table = cache.page_table.into_option();
     if let Some(pairs) = cache.page_copies.into_option() {
-        copy_cache_pages(&q.client, dtype, KvStorage::Elements, &view(&cache.k), &view(&cache.v), &view(&pairs))?;
+        copy_cache_pages(&q.client, dtype, storage, &k_cache.view, &v_cache.view, &view(&pairs))?;
     }
     let (seq_lens, new_lens) = (cache.seq_lens.into_option(), extras.seq_lens_q.clone().into_option());
     let varies = seq_lens.is_some() || new_lens.is_some();
@@ -129,33 +132,27 @@ fn try_with_kvcache(
     let append = CacheAppend {
         k: view(&k),
         v: view(&v),
-        k_cache: view(&cache.k),
-        v_cache: view(&cache.v),
+        k_cache: k_cache.view.clone(),
+        v_cache: v_cache.view.clone(),
         page_table: table.as_ref().map(view),
-        storage: KvStorage::Elements,
+        storage,
         start: before,
         seq_lens: seq_lens.as_ref().map(view),
         new_lens: new_lens.as_ref().map(view),
         seq_lens_after: seq_lens_after.as_ref().map(view),
     };
     append_to_cache(&q.client, dtype, &append)?;
-    let used = |cache: &CubeTensor| {
-        let mut used = cache.clone();
-        used.meta.shape[2] = after;
-        used
-    };
     let extras = Extras { seq_lens_k: OptionalInt::from_option(seq_lens_after.clone()), ..extras };
-    let call = match table {
-        Some(table) => {
-            let pages = Some(Pages { table, seq_k: after });
-            Call::new(q, cache.k.clone(), cache.v.clone(), pages, extras, options)
-        }
-        None => Call::new(q, used(&cache.k), used(&cache.v), None, extras, options),
+    let used = |view: &TensorView| {
+        let [batch, heads, rows, head_dim] = view.shape;
+        TensorView { shape: [batch, heads, if table.is_some() { rows } else { after }, head_dim], ..view.clone() }
     };
-    let attention = forward_of(call?)?;
+    let kv = [used(&k_cache.view), used(&v_cache.view)];
+    let pages = table.map(|table| Pages { table, storage, seq_k: after });
+    let attention = forward_of(Call::over(q, kv, pages, extras, options)?)?;
     let cache = CacheTensors {
-        k: cache.k,
-        v: cache.v,
+        k: CacheElements::new(storage, k_cache.tensor),
+        v: CacheElements::new(storage, v_cache.tensor),
         seq_lens: OptionalInt::from_option(seq_lens_after),
         page_table: OptionalInt::None,
         page_copies: OptionalInt::None,
@@ -173,7 +170,7 @@ pub fn try_backward(
     wanted: Wanted,
     options: AttentionOptions,
 ) -> Result<AttentionGradients<CubeBackend>, AttentionError> {
-    let call = Call::new(q, k, v, None, extras, options)?;
+    let call = Call::new(q, k, v, extras, options)?;
     let problem = &call.problem;
     let dq = wanted.dq.then(|| call.empty(problem.q_shape(), call.q.dtype));
     let dk = wanted.dk.then(|| call.empty(problem.k_shape(), call.q.dtype));
@@ -216,10 +213,36 @@ pub fn try_backward(
     })
 }
 
+/// Keys or values in the memory of a cache.
+struct Memory {
+    storage: KvStorage,
+    tensor: CubeTensor,
+    /// `[batch, num_heads_kv, capacity, head_dim]`, or `[num_pages, num_heads_kv, page_size, head_dim]`.
+    view: TensorView,
+}
+
+impl Memory {
+    /// The memory that new keys or values like these go to.
+    fn of(elements: CacheElements<CubeBackend>, new: &CubeTensor, page_size: usize) -> Self {
+        let (storage, tensor): (_, CubeTensor) = elements.into_tensor();
+        let view = match storage {
+            KvStorage::E4m3 => {
+                let [_, heads, _, head_dim]: [usize; 4] = new.meta.shape().dims();
+                let bytes = tensor.meta.num_elements() * tensor.dtype.size();
+                let num_pages = bytes / (heads * page_bytes(page_size, head_dim));
+                TensorView::e4m3_pages(tensor.handle.clone(), [num_pages, heads, page_size, head_dim])
+            }
+            _ => view(&tensor),
+        };
+        Memory { storage, tensor, view }
+    }
+}
+
 /// The pages of keys and values that are in pages.
 struct Pages {
     /// `[batch, max_pages]`.
     table: CubeTensor,
+    storage: KvStorage,
     /// Length of the longest sequence, or more.
     seq_k: usize,
 }
@@ -236,25 +259,34 @@ impl Call {
         q: CubeTensor,
         k: CubeTensor,
         v: CubeTensor,
+        extras: Extras<CubeBackend>,
+        options: AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        Call::over(q, [k, v].map(|tensor| view(&untile(tensor))), None, extras, options)
+    }
+
+    /// A call with these keys and values, which are pools of pages if there are pages.
+    fn over(
+        q: CubeTensor,
+        [k, v]: [TensorView; 2],
         pages: Option<Pages>,
         extras: Extras<CubeBackend>,
         options: AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let (q, k, v) = (untile(q), untile(k), untile(v));
+        let q = untile(q);
         let (tensors, block_sizes, block_lists) = extras.into_tensors();
         let tensors = tensors.map(untile);
         let shapes = tensors.each_ref().map(|tensor| tensor.meta.shape().to_vec());
-        let [of_q, mut of_k, mut of_v] = [&q, &k, &v].map(|tensor| tensor.meta.shape().to_vec());
-        let pool = [of_k[0], of_k[2]];
-        if let Some(pages) = &pages {
-            for shape in [&mut of_k, &mut of_v] {
-                (shape[0], shape[2]) = (of_q[0], pages.seq_k);
-            }
-        }
+        let of_q: [usize; 4] = q.meta.shape().dims();
+        let [of_k, of_v] = [k.shape, v.shape].map(|[batch, heads, rows, head_dim]| match &pages {
+            Some(pages) => [of_q[0], heads, pages.seq_k, head_dim],
+            None => [batch, heads, rows, head_dim],
+        });
         let mut problem = problem([&of_q, &of_k, &of_v], &shapes, block_sizes, dtype("q", q.dtype)?, options)?;
         if let Some(pages) = &pages {
-            let [num_pages, page_size] = pool;
+            let [num_pages, _, page_size, _] = k.shape;
             problem = problem.with_page_table(pages.table.meta.shape(), num_pages, page_size)?;
+            problem = problem.with_kv_storage(pages.storage)?;
         }
         let inputs = Inputs {
             mask: tensors.mask.as_ref().map(mask_view),
@@ -271,7 +303,7 @@ impl Call {
             block_mask: tensors.block_mask.as_ref().map(view),
             page_table: pages.as_ref().map(|pages| view(&pages.table)),
             block_lists,
-            ..Inputs::new(view(&q), view(&k), view(&v))
+            ..Inputs::new(view(&q), k, v)
         };
         Ok(Call { q, problem, inputs })
     }

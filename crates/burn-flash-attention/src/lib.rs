@@ -54,7 +54,9 @@ pub use api::{
 pub use block_mask::{BlockMask, BlockState};
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;
-pub use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Dtype, Kernel, Plan, Precision, mods};
+pub use flash_attention_kernels::{
+    Alignment, AttentionError, BackwardOrder, Dtype, Kernel, KvStorage, Plan, Precision, mods,
+};
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use intercept::{Counts, InstallError, Interception, install};
 pub use kv_cache::{

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::compare;
-use crate::config::Config;
+use crate::config::{AttentionKind, Config};
 use crate::data::{self, Stream, Text, rng};
 use crate::device::{self, AtRest};
 use crate::error::Error;
@@ -15,6 +15,7 @@ use crate::run::Run;
 use crate::tokenizer::Tokenizer;
 use crate::train::{self, Outcome, Start};
 use crate::weights::Weights;
+use burn_flash_attention::KvStorage;
 use clap::Parser;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -163,7 +164,8 @@ fn train(args: &TrainArgs) -> Result<ExitCode, Error> {
     println!("see {} and {}", run.picture().display(), run.losses().display());
     if config.sample_tokens > 0 {
         println!("\nit writes:");
-        let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context };
+        let storage = KvStorage::Elements;
+        let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context, storage };
         let prompt = ("", rng(config.seed, Stream::Sample, 0));
         writer.write(vec![prompt], config.sample_tokens, &Sampling::default(), |_, text| show(text))?;
         println!();
@@ -172,6 +174,10 @@ fn train(args: &TrainArgs) -> Result<ExitCode, Error> {
 }
 
 fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
+    if args.cache != KvStorage::Elements && args.attention != AttentionKind::Flash {
+        let (value, rule) = ("e4m3".to_string(), "it needs --attention flash");
+        return Err(Error::Config { flag: "cache", value, rule });
+    }
     let found = device::choose(&args.device)?;
     eprintln!("device     {found}");
     let device = found.device.clone();
@@ -199,7 +205,8 @@ fn generate(args: &generate::Args) -> Result<ExitCode, Error> {
     eprintln!("attention  {}", model::attention_plan(&Config { batch: prompts.len(), ..config.clone() }, &device)?);
     eprintln!("model      {}", model_in_words(&config));
 
-    let writer = Writer { model: &model, tokenizer: config.tokenizer, context: config.context };
+    let (tokenizer, context, storage) = (config.tokenizer, config.context, args.cache);
+    let writer = Writer { model: &model, tokenizer, context, storage };
     let seeded = prompts.iter().map(|(prompt, seed)| (*prompt, StdRng::seed_from_u64(*seed))).collect();
     let written = if let [(prompt, _)] = prompts[..] {
         show(prompt);

@@ -5,6 +5,7 @@ use crate::error::Error;
 use crate::flags::{count, non_negative, probability};
 use crate::model::Gpt;
 use crate::tokenizer::{Decoder, Tokenizer};
+use burn_flash_attention::KvStorage;
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand_distr::Distribution;
@@ -51,6 +52,17 @@ pub struct Args {
     /// Element type of matrix products and attention.
     #[arg(long, default_value = "f32")]
     pub dtype: Dtype,
+    /// How flash attention caches keys and values: elements, in --dtype, or e4m3, in 8 bits.
+    #[arg(long, default_value = "elements", value_parser = storage)]
+    pub cache: KvStorage,
+}
+
+fn storage(name: &str) -> Result<KvStorage, &'static str> {
+    match name {
+        "elements" => Ok(KvStorage::Elements),
+        "e4m3" => Ok(KvStorage::E4m3),
+        _ => Err("it must be elements or e4m3"),
+    }
 }
 
 /// Sampling of the next token from the model's prediction.
@@ -108,6 +120,8 @@ pub struct Writer<'a> {
     pub tokenizer: Tokenizer,
     /// The model's context length in tokens.
     pub context: usize,
+    /// How keys and values are cached.
+    pub storage: KvStorage,
 }
 
 impl Writer<'_> {
@@ -131,7 +145,7 @@ impl Writer<'_> {
         let begun = Instant::now();
         let new = |(prompt, rng)| Continuation::new(prompt, rng, self.tokenizer, self.context);
         let mut texts: Vec<_> = prompts.into_iter().map(new).collect();
-        let mut cache = self.model.cache(texts.len(), self.context)?;
+        let mut cache = self.model.cache(texts.len(), self.context, self.storage)?;
         let mut written = Written::default();
         for step in 0..count {
             if cache.is_full() {

@@ -17,8 +17,8 @@ use burn::tensor::activation::softmax;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData, module};
 use burn_flash_attention::{
-    AlibiSlopes, AttentionError, FlashAttentionOptions, KvCacheConfig, flash_attention, flash_attention_with_kvcache,
-    plan,
+    AlibiSlopes, AttentionError, FlashAttentionOptions, KvCacheConfig, KvStorage, flash_attention,
+    flash_attention_with_kvcache, plan,
 };
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Normal};
@@ -84,14 +84,15 @@ impl Gpt {
         &self.blocks
     }
 
-    /// An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
+    /// An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device. Flash attention stores keys and values as
+    /// `storage` says.
     ///
     /// # Errors
     ///
     /// If flash attention cannot have a cache of this size.
-    pub fn cache(&self, batch: usize, capacity: usize) -> Result<Cache, AttentionError> {
-        let blocks =
-            self.blocks.iter().map(|block| block.attention.cache(batch, capacity)).collect::<Result<_, _>>()?;
+    pub fn cache(&self, batch: usize, capacity: usize, storage: KvStorage) -> Result<Cache, AttentionError> {
+        let of_block = |block: &Block| block.attention.cache(batch, capacity, storage);
+        let blocks = self.blocks.iter().map(of_block).collect::<Result<_, _>>()?;
         let kind = self.blocks.first().map_or(AttentionKind::Flash, |block| block.attention.kind);
         Ok(Cache::new(blocks, kind, batch, capacity))
     }
@@ -243,12 +244,14 @@ impl CausalSelfAttention {
     }
 
     /// An empty cache for `batch` sequences of up to `capacity` tokens.
-    fn cache(&self, batch: usize, capacity: usize) -> Result<BlockCache, AttentionError> {
+    fn cache(&self, batch: usize, capacity: usize, storage: KvStorage) -> Result<BlockCache, AttentionError> {
         if self.kind != AttentionKind::Flash {
             return Ok(BlockCache::Concatenated(None));
         }
         let [width, _] = self.projection.weight.dims();
-        let config = KvCacheConfig::new(batch, self.heads, width / self.heads, capacity).with_dtype(Some(self.dtype));
+        let config = KvCacheConfig::new(batch, self.heads, width / self.heads, capacity)
+            .with_dtype(Some(self.dtype))
+            .with_storage(Some(storage));
         let cache = config.try_init(&self.projection.weight.device())?;
         Ok(BlockCache::Preallocated(Box::new(cache)))
     }

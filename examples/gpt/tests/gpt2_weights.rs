@@ -270,7 +270,7 @@ fn logits_are_gpt2s() {
         }
 
         // In two parts, the second token by token, the logits are the same.
-        let mut cache = model.cache(2, CONTEXT).unwrap();
+        let mut cache = model.cache(2, CONTEXT, Default::default()).unwrap();
         for (from, count) in [(0, 5), (5, 1), (6, 1), (7, 1)] {
             let new: Vec<_> = inputs.iter().map(|window| &window[from..from + count]).collect();
             let got = model.next(&new, &mut cache).unwrap();

@@ -35,7 +35,7 @@ fn parts_are_the_whole<const N: usize>(config: &Config, parts: &[[usize; N]]) {
     let texts = texts::<N>(3);
     for device in devices() {
         let model = Gpt::new(config, &device);
-        let mut cache = model.cache(N, CONTEXT).unwrap();
+        let mut cache = model.cache(N, CONTEXT, Default::default()).unwrap();
         // Twice: a cache that was cleared is as a new one.
         for _ in 0..2 {
             let mut read = [0; N];
@@ -90,7 +90,7 @@ fn a_cache_of_sequences_with_their_own_lengths_gives_the_logits_of_each() {
 fn a_cache_is_as_large_as_the_context_and_no_larger() {
     let config = config();
     let model = Gpt::new(&config, &device::choose("flex").unwrap().device);
-    let mut cache = model.cache(3, CONTEXT).unwrap();
+    let mut cache = model.cache(3, CONTEXT, Default::default()).unwrap();
     // Keys and values of f32.
     let bytes = 2 * config.layers * 3 * CONTEXT * config.width * 4;
     assert_eq!(cache.bytes(), bytes);

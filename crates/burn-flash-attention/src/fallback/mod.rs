@@ -7,6 +7,7 @@
 mod backward;
 mod blocks;
 mod cache;
+mod e4m3;
 mod few;
 mod forward;
 mod math;
@@ -26,7 +27,7 @@ use blocks::States;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
-use cache::Appended;
+use cache::{Appended, Pages};
 use flash_attention_kernels::mods::TENSORS;
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, dropout};
 use half::slice::HalfFloatSliceExt;
@@ -45,12 +46,7 @@ impl FlashAttentionOps for Flex {
         options: AttentionOptions,
         _lse: Lse,
     ) -> AttentionOutput<Self> {
-        let call = Call::new(q, k, v, extras, options);
-        let (out, lse) = forward::forward(&call.attention());
-        AttentionOutput {
-            out: tensor(out, call.problem.o_shape(), call.problem.dtype),
-            lse: tensor(lse, call.problem.lse_shape(), Dtype::F32),
-        }
+        Call::new(q, [k, v].map(KeysValues::Tensor), extras, options).forward()
     }
 
     fn flash_attention_backward(
@@ -62,7 +58,7 @@ impl FlashAttentionOps for Flex {
         wanted: Wanted,
         options: AttentionOptions,
     ) -> AttentionGradients<Self> {
-        let call = Call::new(q, k, v, extras, options);
+        let call = Call::new(q, [k, v].map(KeysValues::Tensor), extras, options);
         let [out, lse, dout] = [saved.out, saved.lse, saved.dout].map(floats);
         let dlse = saved.dlse.into_option().map(floats);
         let saved =
@@ -99,8 +95,8 @@ impl FlashAttentionOps for Flex {
         options: AttentionOptions,
         lengths: CacheLengths,
     ) -> CachedAttentionOutput<Self> {
-        let Appended { cache, used: [keys, values], extras } = cache::append([k, v], cache, extras, lengths);
-        let attention = Self::flash_attention(q, keys, values, extras, options, Lse::Constant);
+        let Appended { cache, used, extras } = cache::append([k, v], cache, extras, lengths);
+        let attention = Call::new(q, used, extras, options).forward();
         CachedAttentionOutput { attention, cache }
     }
 
@@ -148,12 +144,19 @@ pub(crate) fn plan(problem: &AttentionProblem) -> Result<HostPlan, AttentionErro
     Ok(HostPlan { tile_q: TILE_Q, tile_k: TILE_K, threads, scratch_bytes })
 }
 
-/// The arguments of a call. `q`, slopes and sinks are contiguous and in f32; `k` and `v` have contiguous rows; the other tensors are as they
+/// Keys or values of a call.
+enum KeysValues {
+    /// `[batch, heads, seq_k, dim]`.
+    Tensor(FlexTensor),
+    Pages(Pages),
+}
+
+/// The arguments of a call. `q`, slopes and sinks are contiguous and in f32; `k` and `v` have contiguous rows or pages; the other tensors are as they
 /// come. The seed of dropout is two words.
 struct Call {
     problem: AttentionProblem,
     q: FlexTensor,
-    kv: [FlexTensor; 2],
+    kv: [KeysValues; 2],
     tensors: Tensors<FlexTensor>,
     seed: Option<[u32; 2]>,
     sequences: Option<Sequences>,
@@ -161,11 +164,15 @@ struct Call {
 }
 
 impl Call {
-    fn new(q: FlexTensor, k: FlexTensor, v: FlexTensor, extras: Extras<Flex>, options: AttentionOptions) -> Self {
+    fn new(q: FlexTensor, kv: [KeysValues; 2], extras: Extras<Flex>, options: AttentionOptions) -> Self {
         let (mut tensors, block_sizes, _) = extras.into_tensors::<FlexTensor>();
         let problem = dtype("q", q.dtype()).and_then(|dtype| {
             let shape = |tensor: &FlexTensor| tensor.layout().shape().to_vec();
-            problem([&shape(&q), &shape(&k), &shape(&v)], &tensors.each_ref().map(shape), block_sizes, dtype, options)
+            let [k, v] = kv.each_ref().map(|of| match of {
+                KeysValues::Tensor(tensor) => shape(tensor),
+                KeysValues::Pages(pages) => pages.shape().to_vec(),
+            });
+            problem([&shape(&q), &k, &v], &tensors.each_ref().map(shape), block_sizes, dtype, options)
         });
         // `api` has checked the same.
         let problem = problem.unwrap_or_else(|error| panic!("{error}"));
@@ -184,8 +191,16 @@ impl Call {
         let states = problem.block_mask.zip(read(&tensors.block_mask)).map(|(of, states)| States::new(of, states));
         tensors.alibi_slopes = tensors.alibi_slopes.map(floats);
         tensors.sinks = tensors.sinks.map(floats);
-        let kv = [k, v].map(|tensor| with_rows(tensor, tile::reads_once(&problem)));
+        let kv = kv.map(|of| with_rows(of, tile::reads_once(&problem)));
         Call { problem, q: floats(q), kv, tensors, seed, sequences, states }
+    }
+
+    fn forward(&self) -> AttentionOutput<Flex> {
+        let (out, lse) = forward::forward(&self.attention());
+        AttentionOutput {
+            out: tensor(out, self.problem.o_shape(), self.problem.dtype),
+            lse: tensor(lse, self.problem.lse_shape(), Dtype::F32),
+        }
     }
 
     fn attention(&self) -> Attention<'_> {
@@ -212,28 +227,46 @@ fn tables(tensors: [Option<&FlexTensor>; TENSORS]) -> Tables<'_> {
     tensors.map(|tensor| tensor.map(|tensor| Broadcast::new(tensor.storage(), tensor.layout())))
 }
 
-/// The tensor, where the rows of a head lie one after the other: a copy only where it is not like that already. The part of a cache that is
-/// used is read where it lies. Halves are widened, unless each is read `once`.
-fn with_rows(tensor: FlexTensor, once: bool) -> FlexTensor {
-    let [batch, heads, seq, dim] = tensor.layout().shape().dims();
+/// Keys or values, where the rows of a head lie one after the other: a copy only where it is not like that already. The part of a cache that
+/// is used is read where it lies. Halves are widened and pages are gathered, unless each is read `once`.
+fn with_rows(of: KeysValues, once: bool) -> KeysValues {
+    let tensor = match of {
+        KeysValues::Pages(_) if once => return of,
+        KeysValues::Pages(ref pages) => {
+            let layout = Layout::contiguous(Shape::new(pages.shape()));
+            return KeysValues::Tensor(widened(&rows(&of), layout));
+        }
+        KeysValues::Tensor(tensor) => tensor,
+    };
+    let [_, _, seq, dim]: [usize; 4] = tensor.layout().shape().dims();
     let strides: [isize; 4] = std::array::from_fn(|n| tensor.layout().strides()[n]);
     let follow = (dim == 1 || strides[3] == 1) && (seq == 1 || strides[2] == dim as isize);
     if !follow || strides[..2].iter().any(|stride| *stride < 0) || tensor.layout().num_elements() == 0 {
-        return floats(tensor);
+        return KeysValues::Tensor(floats(tensor));
     }
     if once || tensor.dtype() == DType::F32 {
-        return tensor;
+        return KeysValues::Tensor(tensor);
     }
-    let rows = rows(&tensor);
-    let mut data = vec![0.0; batch * heads * seq * dim];
-    for (head, to) in data.chunks_exact_mut(seq * dim).enumerate() {
-        rows.widen(head / heads, head % heads, to);
-    }
-    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(tensor.layout().shape().clone()), DType::F32)
+    let layout = Layout::contiguous(tensor.layout().shape().clone());
+    KeysValues::Tensor(widened(&rows(&KeysValues::Tensor(tensor)), layout))
 }
 
-/// The rows of a tensor of [`with_rows`].
-fn rows(tensor: &FlexTensor) -> Rows<Elements<'_>> {
+/// All rows in f32, in this layout.
+fn widened(rows: &Rows<Elements<'_>>, layout: Layout) -> FlexTensor {
+    let [_, heads, seq, dim]: [usize; 4] = layout.shape().dims();
+    let mut data = vec![0.0; layout.num_elements()];
+    for (head, to) in data.chunks_exact_mut((seq * dim).max(1)).enumerate() {
+        rows.widen(head / heads, head % heads, 0, to);
+    }
+    FlexTensor::new(Bytes::from_elems(data), layout, DType::F32)
+}
+
+/// The rows of keys or values of [`with_rows`].
+fn rows(of: &KeysValues) -> Rows<Elements<'_>> {
+    let tensor = match of {
+        KeysValues::Tensor(tensor) => tensor,
+        KeysValues::Pages(pages) => return Rows::contiguous(Elements::Pages(pages), pages.shape()),
+    };
     let layout = tensor.layout();
     let strides = [0, 1].map(|dim| layout.strides()[dim].unsigned_abs());
     let start = layout.start_offset();

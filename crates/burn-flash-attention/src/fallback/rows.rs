@@ -1,5 +1,6 @@
 //! Rows of tensors, read as f32.
 
+use super::cache::Pages;
 use super::math::vectorized;
 use super::matrix::Matrix;
 use half::slice::HalfFloatSliceExt;
@@ -11,6 +12,8 @@ pub enum Elements<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     BF16(&'a [bf16]),
+    /// Those of pages, whose rows lie anywhere.
+    Pages(&'a Pages),
 }
 
 /// `[batch, heads, seq, dim]`: a slice of f32, or [`Elements`]. The rows of a head lie one after the other, and heads anywhere.
@@ -53,35 +56,39 @@ impl<'a> Rows<&'a [f32]> {
 }
 
 impl<'a> Rows<Elements<'a>> {
-    /// `rows` rows of a head, from row `start` on: f32 where it lies, halves widened into `wide`.
+    /// `rows` rows of a head, from row `start` on: f32 where it lies, all else widened into `wide`.
     pub fn widened<'s>(&self, b: usize, h: usize, start: usize, rows: usize, wide: &'s mut Vec<f32>) -> Block<'s>
     where
         'a: 's,
     {
-        let (first, len) = (self.place(b, h, start), rows * self.dim);
+        let len = rows * self.dim;
         let data = match self.elements {
-            Elements::F32(data) => &data[first..][..len],
-            halves => {
+            Elements::F32(data) => &data[self.place(b, h, start)..][..len],
+            _ => {
                 if wide.len() < len {
                     wide.resize(len, 0.0);
                 }
-                halves.widen(first, &mut wide[..len]);
+                self.widen(b, h, start, &mut wide[..len]);
                 &wide[..len]
             }
         };
         Block { data, dim: self.dim }
     }
 
-    /// Writes the rows of a head to `to`.
-    pub fn widen(&self, b: usize, h: usize, to: &mut [f32]) {
-        self.elements.widen(self.place(b, h, 0), to);
+    /// Writes the rows of a head from `start` on to `to`.
+    pub fn widen(&self, b: usize, h: usize, start: usize, to: &mut [f32]) {
+        match self.elements {
+            Elements::Pages(pages) => pages.read(b, h, start, to),
+            elements => elements.widen(self.place(b, h, start), to),
+        }
     }
 }
 
 impl Elements<'_> {
     /// Writes the elements from `first` on to `to`, in f32.
-    fn widen(self, first: usize, to: &mut [f32]) {
+    pub fn widen(self, first: usize, to: &mut [f32]) {
         match self {
+            Elements::Pages(_) => unreachable!("pages are read by sequence and position"),
             Elements::F32(data) => to.copy_from_slice(&data[first..][..to.len()]),
             Elements::F16(data) => data[first..][..to.len()].convert_to_f32_slice(to),
             // The function for slices branches at every NaN.

@@ -1,22 +1,25 @@
 //! Key/value caches for decoding.
 
 mod call;
+mod config;
 mod operands;
 mod paged;
+mod stored;
 
 pub use call::{
     flash_attention_with_kvcache, flash_attention_with_kvcache_and_lse, try_flash_attention_with_kvcache,
     try_flash_attention_with_kvcache_and_lse,
 };
+pub use config::KvCacheConfig;
 pub use paged::{PagedBatch, PagedKvCache, PagedKvCacheConfig, SequenceId};
 
 use crate::checks::{agree, same_device, unwrapped};
 use crate::options::FlashAttentionOptions;
 use crate::plan::AttentionPlan;
-use crate::problem::dtype;
-use burn::config::Config;
-use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Tensor};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, MAX_SEQ};
+use burn::tensor::{DType, Device, Int, IntDType, Tensor};
+use config::{PAGE_SIZE, Setting};
+use flash_attention_kernels::{AttentionError, MAX_SEQ};
+use stored::Stored;
 
 /// A cache that [`flash_attention_with_kvcache`] appends to: a [`KvCache`], or the [`batch`](PagedKvCache::batch) of a [`PagedKvCache`].
 ///
@@ -31,131 +34,6 @@ use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem
 pub trait AttentionCache: operands::Operands {}
 
 impl AttentionCache for KvCache {}
-
-/// Configuration of a [`KvCache`].
-///
-/// ```
-/// use burn::config::Config;
-/// use burn::tensor::FloatDType;
-/// use burn_flash_attention::KvCacheConfig;
-///
-/// // 8 heads of 128 elements, for 16 sequences of up to 4,096 positions: 256 MiB of keys and values in bf16.
-/// let config = KvCacheConfig::new(16, 8, 128, 4096).with_dtype(Some(FloatDType::BF16));
-/// assert_eq!(config.bytes_per_position() * 4096, 256 << 20);
-/// let text = serde_json::to_string(&config)?;
-/// assert_eq!(serde_json::from_str::<KvCacheConfig>(&text)?.capacity, 4096);
-/// # Ok::<(), serde_json::Error>(())
-/// ```
-#[derive(Config, Debug)]
-#[non_exhaustive]
-pub struct KvCacheConfig {
-    /// Number of sequences.
-    pub batch: usize,
-    /// Number of key/value heads.
-    pub num_heads_kv: usize,
-    /// Dimension of a key: 1 to 256.
-    pub head_dim: usize,
-    /// Positions of each sequence that memory is allocated for.
-    pub capacity: usize,
-    /// Dimension of a value: 1 to 256. Default: `head_dim`
-    #[config(default = "None")]
-    pub head_dim_v: Option<usize>,
-    /// Element type: f32, f16 or bf16. Default: the device's default for floats
-    #[config(default = "None")]
-    pub dtype: Option<FloatDType>,
-    /// Whether a cache that is full doubles its capacity, which copies it, in place of an error. Default: false
-    #[config(default = false)]
-    pub grows: bool,
-}
-
-impl KvCacheConfig {
-    /// Creates an empty cache, whose memory is allocated at once.
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error that [`try_init`](Self::try_init) returns.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::Device;
-    /// use burn_flash_attention::KvCacheConfig;
-    ///
-    /// let cache = KvCacheConfig::new(1, 8, 64, 1024).init(&Device::flex());
-    /// assert_eq!((cache.max_len(), cache.capacity()), (0, 1024));
-    /// # }
-    /// ```
-    #[track_caller]
-    pub fn init(&self, device: &Device) -> KvCache {
-        unwrapped(self.try_init(device))
-    }
-
-    /// [`init`](Self::init) with a typed error instead of a panic.
-    ///
-    /// # Errors
-    ///
-    /// An [`AttentionError`] that names the setting and its value.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::Device;
-    /// use burn_flash_attention::KvCacheConfig;
-    ///
-    /// let error = KvCacheConfig::new(1, 8, 512, 1024).try_init(&Device::flex()).unwrap_err();
-    /// assert_eq!(error.to_string(), "head_dim is 512; it must be between 1 and 256");
-    /// # }
-    /// ```
-    pub fn try_init(&self, device: &Device) -> Result<KvCache, AttentionError> {
-        let Setting { device, element, of_kernels } = Setting::new(self.dtype, self.num_heads_kv, device)?;
-        let [k, v] = self.shapes(self.capacity);
-        let q = [k[0], k[1], 1, k[3]];
-        AttentionProblem::new(&q, &k, &v, of_kernels, AttentionOptions::default())?;
-        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (&device, element));
-        let tensors = Tensors { k: zeros(k), v: zeros(v), seq_lens: None };
-        Ok(KvCache { tensors: Some(tensors), config: self.clone(), len: 0 })
-    }
-
-    /// Bytes that one position of all sequences takes, keys and values, with `dtype` or else in f32.
-    ///
-    /// ```
-    /// assert_eq!(burn_flash_attention::KvCacheConfig::new(2, 8, 64, 1024).bytes_per_position(), 2 * 8 * (64 + 64) * 4);
-    /// ```
-    pub fn bytes_per_position(&self) -> usize {
-        let size = DType::from(self.dtype.unwrap_or(FloatDType::F32)).size();
-        self.batch * self.num_heads_kv * (self.head_dim + self.head_dim_v.unwrap_or(self.head_dim)) * size
-    }
-
-    /// Shapes of keys and values for this capacity.
-    fn shapes(&self, capacity: usize) -> [[usize; 4]; 2] {
-        [self.head_dim, self.head_dim_v.unwrap_or(self.head_dim)]
-            .map(|head_dim| [self.batch, self.num_heads_kv, capacity, head_dim])
-    }
-}
-
-/// Where a cache is, and the type of its elements.
-struct Setting {
-    /// Without autodiff: a cache holds no graph.
-    device: Device,
-    element: DType,
-    /// The element type as kernels name it.
-    of_kernels: Dtype,
-}
-
-impl Setting {
-    /// The setting of a cache with so many key/value heads, of which there must be some.
-    fn new(asked: Option<FloatDType>, num_heads_kv: usize, device: &Device) -> Result<Self, AttentionError> {
-        let device = device.clone().inner();
-        let element = asked.map_or_else(|| DType::from(device.settings().float_dtype), DType::from);
-        let of_kernels = dtype("dtype", element)?;
-        if num_heads_kv == 0 {
-            return Err(AttentionError::Unsupported {
-                option: "num_heads_kv",
-                value: "0".into(),
-                why: "a cache must have key/value heads",
-            });
-        }
-        Ok(Setting { device, element, of_kernels })
-    }
-}
 
 /// Keys and values of the positions so far, in memory that is allocated once and written in place by
 /// [`flash_attention_with_kvcache`].
@@ -187,8 +65,11 @@ impl Setting {
 pub struct KvCache {
     /// Absent while a call has them.
     tensors: Option<Tensors>,
+    /// `[batch, max_pages]`, if keys and values are in pages: the pages of each sequence, which do not change.
+    table: Option<Tensor<2, Int>>,
     /// As it was created, with the capacity that there is now.
     config: KvCacheConfig,
+    setting: Setting,
     /// Length of the longest sequence, or more.
     len: usize,
 }
@@ -196,10 +77,8 @@ pub struct KvCache {
 /// The tensors of a cache.
 #[derive(Debug)]
 struct Tensors {
-    /// `[batch, num_heads_kv, capacity, head_dim]`.
-    k: Tensor<4>,
-    /// `[batch, num_heads_kv, capacity, head_dim_v]`.
-    v: Tensor<4>,
+    k: Stored,
+    v: Stored,
     /// `[batch]`, if the sequences may have different lengths.
     seq_lens: Option<Tensor<1, Int>>,
 }
@@ -266,9 +145,8 @@ impl KvCache {
     /// # }
     /// ```
     pub fn seq_lens(&self) -> Tensor<1, Int> {
-        let Tensors { k, seq_lens, .. } = self.tensors();
-        let all = || Tensor::full([self.config.batch], self.len as i32, (&k.device(), DType::I32));
-        seq_lens.clone().unwrap_or_else(all)
+        let all = || Tensor::full([self.config.batch], self.len as i32, (&self.setting.device, DType::I32));
+        self.tensors().seq_lens.clone().unwrap_or_else(all)
     }
 
     /// The device of the cache.
@@ -280,7 +158,7 @@ impl KvCache {
     /// # }
     /// ```
     pub fn device(&self) -> Device {
-        self.tensors().k.device()
+        self.setting.device.clone()
     }
 
     /// Bytes of keys and values, used or not.
@@ -293,7 +171,7 @@ impl KvCache {
     /// ```
     pub fn bytes(&self) -> usize {
         let Tensors { k, v, .. } = self.tensors();
-        [k, v].map(|tensor| tensor.shape().num_elements() * tensor.dtype().size()).iter().sum()
+        k.bytes() + v.bytes()
     }
 
     /// Forgets all positions. The memory stays.
@@ -380,8 +258,7 @@ impl KvCache {
             return Ok(());
         }
         let larger = KvCacheConfig { capacity, ..self.config.clone() };
-        self.tensors = Some(self.copied(larger.clone())?);
-        self.config = larger;
+        *self = self.copied(&larger)?;
         Ok(())
     }
 
@@ -394,21 +271,20 @@ impl KvCache {
     /// # }
     /// ```
     pub fn duplicate(&self) -> Self {
-        let tensors = unwrapped(self.copied(self.config.clone()));
-        KvCache { tensors: Some(tensors), config: self.config.clone(), len: self.len }
+        unwrapped(self.copied(&self.config))
     }
 
-    /// Copies of the tensors in this configuration, which has as much capacity or more.
-    fn copied(&self, config: KvCacheConfig) -> Result<Tensors, AttentionError> {
+    /// A copy in this configuration, which has as much capacity or more.
+    fn copied(&self, config: &KvCacheConfig) -> Result<Self, AttentionError> {
         let Tensors { k, v, seq_lens } = self.tensors();
-        let config = KvCacheConfig { dtype: Some(k.dtype().into()), ..config };
-        let mut copies = config.try_init(&k.device())?.tensors.unwrap_or_else(|| panic!("{LOST}"));
-        let copied = |to: Tensor<4>, from: &Tensor<4>| {
-            let [batch, heads, capacity, head_dim] = from.dims();
-            to.slice_assign([0..batch, 0..heads, 0..capacity, 0..head_dim], from.clone())
-        };
-        (copies.k, copies.v) = (copied(copies.k, k), copied(copies.v, v));
-        Ok(Tensors { seq_lens: seq_lens.clone(), ..copies })
+        let mut copy = config.init_with(self.setting.clone())?;
+        copy.tensors = copy.tensors.map(|to| Tensors {
+            k: to.k.with(k, config.batch),
+            v: to.v.with(v, config.batch),
+            seq_lens: seq_lens.clone(),
+        });
+        copy.len = self.len;
+        Ok(copy)
     }
 
     /// The kernels, tiles and memory that [`flash_attention_with_kvcache`] would use for these arguments. Runs nothing.

@@ -1,6 +1,6 @@
 //! What a call of attention takes from a cache, and gives back.
 
-use super::{KvCache, LOST, Tensors};
+use super::{KvCache, KvCacheConfig, LOST, PAGE_SIZE, Setting, Stored, Tensors};
 use crate::api::posed_over;
 use crate::backend::{CacheLengths, CacheTensors};
 use crate::checks::{agree, same_device};
@@ -36,24 +36,26 @@ pub struct Taken {
     pub new_lens: Option<Tensor<1, Int>>,
 }
 
-/// Checks new positions of `batch` sequences against the keys and values of a cache, whatever its first and third dimensions are.
+/// Checks new positions of `batch` sequences against a cache of keys and values of these shapes, whatever their first and third dimensions
+/// are.
 pub(super) fn check_new(
     [q, k, v]: [&Tensor<4>; 3],
-    [k_cache, v_cache]: [&Tensor<4>; 2],
+    setting: &Setting,
+    [k_cache, v_cache]: [[usize; 4]; 2],
     (batch_of, batch): (&'static str, usize),
 ) -> Result<(), AttentionError> {
     let [_, _, new, _] = q.dims();
-    same_device("the cache", &k_cache.device(), &q.device())?;
+    same_device("the cache", &setting.device, &q.device())?;
     for (argument, tensor, cached) in [("k", k, k_cache), ("v", v, v_cache)] {
-        let (shape, [_, heads, _, head_dim]) = (tensor.dims(), cached.dims());
+        let (shape, [_, heads, _, head_dim]) = (tensor.dims(), cached);
         let head_dim_of = if argument == "k" { "head_dim" } else { "head_dim_v" };
         agree(argument, &shape, (0, "batch"), (batch_of, batch))?;
         agree(argument, &shape, (1, "num_heads_kv"), ("the cache", heads))?;
         agree(argument, &shape, (3, head_dim_of), ("the cache", head_dim))?;
         agree(argument, &shape, (2, "seq_k"), ("q", new))?;
     }
-    if q.dtype() != k_cache.dtype() {
-        let (dtype, expected) = (k_cache.dtype().name().to_string(), q.dtype().name().to_string());
+    if q.dtype() != setting.element {
+        let (dtype, expected) = (setting.element.name().to_string(), q.dtype().name().to_string());
         return Err(AttentionError::MixedDtypes { argument: "the cache", dtype, expected });
     }
     Ok(())
@@ -67,31 +69,32 @@ impl Operands for KvCache {
         v: &Tensor<4>,
         options: &FlashAttentionOptions,
     ) -> Result<(Device, AttentionProblem), AttentionError> {
-        let tensors = self.tensors();
         let [_, _, new, _] = q.dims();
-        check_new([q, k, v], [&tensors.k, &tensors.v], ("the cache", self.config.batch))?;
-        self.capacity_for(new)?;
         let shapes = self.config.shapes(self.len.saturating_add(new));
+        check_new([q, k, v], &self.setting, shapes, ("the cache", self.config.batch))?;
+        let config = KvCacheConfig { capacity: self.capacity_for(new)?, ..self.config.clone() };
         let (device, problem) = posed_over(q, k, v, shapes, options)?;
-        let varies = tensors.seq_lens.is_some() || options.seq_lens_q.is_some();
-        Ok((device, if varies { problem.with_seq_lens_k(&[self.config.batch])? } else { problem }))
+        let varies = self.tensors().seq_lens.is_some() || options.seq_lens_q.is_some();
+        let problem = if varies { problem.with_seq_lens_k(&[self.config.batch])? } else { problem };
+        Ok((device, config.in_memory(problem)?))
     }
 
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError> {
         self.reserve(self.capacity_for(new)?)?;
         let Tensors { k, v, seq_lens } = self.tensors.take().unwrap_or_else(|| panic!("{LOST}"));
         let tensors = CacheTensors {
-            k: k.into_dispatch(),
-            v: v.into_dispatch(),
+            k: k.into_backend(),
+            v: v.into_backend(),
             seq_lens: OptionalInt::from_option(seq_lens.map(Tensor::into_dispatch)),
-            page_table: OptionalInt::None,
+            page_table: OptionalInt::from_option(self.table.clone().map(Tensor::into_dispatch)),
             page_copies: OptionalInt::None,
         };
-        Ok(Taken { tensors, lengths: CacheLengths { before: self.len, after: self.len + new }, new_lens: None })
+        let lengths = CacheLengths { before: self.len, after: self.len + new, page_size: PAGE_SIZE };
+        Ok(Taken { tensors, lengths, new_lens: None })
     }
 
     fn put(&mut self, CacheTensors { k, v, seq_lens, .. }: CacheTensors<Dispatch>, new: usize) {
-        let (k, v) = (Tensor::from_dispatch(k), Tensor::from_dispatch(v));
+        let (k, v) = (Stored::from_backend(k), Stored::from_backend(v));
         self.tensors = Some(Tensors { k, v, seq_lens: seq_lens.into_option().map(Tensor::from_dispatch) });
         self.len += new;
     }

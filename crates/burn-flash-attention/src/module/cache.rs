@@ -3,7 +3,7 @@
 use crate::kv_cache::{KvCache, KvCacheConfig, Lengths, try_flash_attention_with_kvcache};
 use crate::options::FlashAttentionOptions;
 use burn::tensor::Tensor;
-use flash_attention_kernels::AttentionError;
+use flash_attention_kernels::{AttentionError, KvStorage};
 
 /// Positions that memory is allocated for at the first step, if the user gave no capacity.
 const CAPACITY: usize = 64;
@@ -15,12 +15,18 @@ pub(super) struct LayerKvCache {
     cache: Option<KvCache>,
     /// Positions that memory is allocated for at the first step.
     capacity: usize,
+    storage: KvStorage,
 }
 
 impl LayerKvCache {
     /// Without memory until the first step.
     pub fn with_capacity(capacity: usize) -> Self {
-        LayerKvCache { cache: None, capacity }
+        LayerKvCache { cache: None, capacity, storage: KvStorage::Elements }
+    }
+
+    /// Sets how the memory that the first step allocates stores keys and values.
+    pub fn set_storage(&mut self, storage: KvStorage) {
+        self.storage = storage;
     }
 
     /// Appends keys and values of new positions, and computes their queries' attention over all positions so far. An error leaves the cache
@@ -38,6 +44,7 @@ impl LayerKvCache {
         let [batch, heads, new, head_dim] = k.dims();
         let config = KvCacheConfig::new(batch, heads, head_dim, self.capacity.max(new))
             .with_dtype(Some(k.dtype().into()))
+            .with_storage(Some(self.storage))
             .with_grows(true);
         let mut cache = config.try_init(&k.device())?;
         let out = try_flash_attention_with_kvcache(q, k, v, &mut cache, options)?;
@@ -67,7 +74,7 @@ impl Default for LayerKvCache {
 /// A deep copy: keys and values are written in place, so that two caches cannot share them.
 impl Clone for LayerKvCache {
     fn clone(&self) -> Self {
-        LayerKvCache { cache: self.cache.as_ref().map(KvCache::duplicate), capacity: self.capacity }
+        LayerKvCache { cache: self.cache.as_ref().map(KvCache::duplicate), ..*self }
     }
 }
 
@@ -251,6 +258,20 @@ impl FlashMhaCache {
     /// ```
     pub fn autoregressive_cross_attention() -> Self {
         Self::of(MhaKeysValues::OfMemory(MemoryKeysValues::default()))
+    }
+
+    /// Sets how the memory that the first step allocates stores keys and values of self-attention. Memory that there is stays as it is.
+    ///
+    /// ```
+    /// use burn_flash_attention::{FlashMhaCache, KvStorage};
+    ///
+    /// let cache = FlashMhaCache::with_capacity(4096).with_storage(KvStorage::E4m3);
+    /// ```
+    pub fn with_storage(mut self, storage: KvStorage) -> Self {
+        if let MhaKeysValues::OfTarget(cache) = &mut self.keys_values {
+            cache.set_storage(storage);
+        }
+        self
     }
 
     fn of(keys_values: MhaKeysValues) -> Self {

@@ -4,6 +4,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod decoding;
+mod e4m3;
+mod held;
 mod memory;
 mod paged;
 mod refusals;

@@ -5,7 +5,7 @@ use crate::sequence::{Run, Step};
 use crate::{cache_of, lens_of};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_flash_attention::{
-    AttentionError, FlashAttentionOptions, KvCache, KvCacheConfig, flash_attention_with_kvcache,
+    AttentionError, FlashAttentionOptions, KvCache, KvCacheConfig, KvStorage, flash_attention_with_kvcache,
     try_flash_attention_with_kvcache,
 };
 use flash_attention_kernels::{AttentionOptions, Dtype};
@@ -51,11 +51,13 @@ fn step(cache: &mut KvCache, new: usize, device: &Device) -> Tensor<4> {
 
 #[test]
 fn steps_allocate_no_second_cache() {
-    for target in targets() {
+    let storages = [KvStorage::Elements, KvStorage::E4m3];
+    for (target, storage) in targets().iter().flat_map(|target| storages.map(|storage| (target, storage))) {
         let device = &target.device;
-        let mut cache = KvCacheConfig::new(1, 2, 64, 1 << 17).init(device);
+        let mut cache = KvCacheConfig::new(1, 2, 64, 1 << 17).with_storage(Some(storage)).init(device);
         let bytes = cache.bytes();
-        assert_eq!(bytes, 2 * 64 * (1 << 17) * 2 * 4);
+        let of_page = if storage == KvStorage::E4m3 { 64 * 64 + 16 } else { 64 * 64 * 4 };
+        assert_eq!(bytes, 2 * 2 * (1 << 11) * of_page);
         let (mut in_use, mut outputs) = (None, Vec::new());
         for n in 0..8 {
             LARGEST.set(0);

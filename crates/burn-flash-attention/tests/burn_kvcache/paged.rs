@@ -4,25 +4,27 @@
 use crate::common::*;
 use crate::decoding::{all_problems, even, problem_of, uneven};
 use crate::dtypes;
+use crate::e4m3::representable;
+use crate::held::Sequence;
 use crate::sequence::{Paged, Run, Step};
-use crate::walks::{Sequence, Walk, walks};
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
+use crate::walks::{Walk, walks};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 use burn_flash_attention::{
-    AttentionError, FlashAttentionOptions, PagedKvCache, PagedKvCacheConfig, SequenceId,
+    AttentionError, FlashAttentionOptions, KvStorage, PagedKvCache, PagedKvCacheConfig, SequenceId,
     flash_attention_with_kvcache_and_lse, try_flash_attention_with_kvcache,
 };
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
 use rand::Rng;
 
-/// A paged cache for a problem.
-fn cache_of(problem: &AttentionProblem, num_pages: usize, page_size: usize, device: &Device) -> PagedKvCache {
+/// The configuration of a paged cache for a problem.
+pub fn config_of(problem: &AttentionProblem, num_pages: usize, page_size: usize) -> PagedKvCacheConfig {
     let config = PagedKvCacheConfig::new(num_pages, problem.num_heads_kv, problem.head_dim);
     let dtype = FloatDType::from(burn_dtype(problem.dtype));
-    config.with_page_size(page_size).with_head_dim_v(Some(problem.head_dim_v)).with_dtype(Some(dtype)).init(device)
+    config.with_page_size(page_size).with_head_dim_v(Some(problem.head_dim_v)).with_dtype(Some(dtype))
 }
 
 /// Fills all free pages with NaN: a sequence takes them, and is freed.
-fn poison(cache: &mut PagedKvCache) {
+pub fn poison(cache: &mut PagedKvCache) {
     let config = cache.config().clone();
     let new = cache.free_pages() * config.page_size;
     let (device, heads, dtype) = (cache.device(), config.num_heads_kv, DType::from(config.dtype.unwrap()));
@@ -39,7 +41,14 @@ fn poison(cache: &mut PagedKvCache) {
 fn check_steps(data: &Data, target: &Target, steps: &[Step], page_size: usize) {
     let p = &data.problem;
     // As many pages as are needed.
-    let mut cache = cache_of(p, p.batch * p.seq_k.div_ceil(page_size), page_size, &target.device);
+    let config = config_of(p, p.batch * p.seq_k.div_ceil(page_size), page_size);
+    check_steps_over(data, target, steps, &config);
+}
+
+/// Runs these steps over pages of this configuration, and compares with the oracle and with composed operations.
+pub fn check_steps_over(data: &Data, target: &Target, steps: &[Step], config: &PagedKvCacheConfig) {
+    let p = &data.problem;
+    let mut cache = config.init(&target.device);
     let sequences = (0..p.batch).map(|_| cache.add()).collect();
     poison(&mut cache);
     let mut run = Run::over(data, Paged { cache, sequences }, &target.device);
@@ -92,11 +101,12 @@ fn long_sequences() {
 /// A rolling cache: a window of 20 positions needs three pages of 16, however long the sequence is.
 #[test]
 fn pages_outside_the_window_are_used_again() {
-    for target in targets() {
+    let storages = [KvStorage::Elements, KvStorage::E4m3];
+    for (target, storage) in targets().iter().flat_map(|target| storages.map(|storage| (target, storage))) {
         let options = AttentionOptions { causal: true, window_left: Some(20), ..Default::default() };
-        let data = Data::random(problem([2, 4, 2, 200, 200, 16, 16], Dtype::F32, options), 5);
+        let data = representable(problem([2, 4, 2, 200, 200, 16, 16], Dtype::F32, options), 5);
         let config = PagedKvCacheConfig::new(6, 2, 16).with_page_size(16).with_window(Some(20));
-        let config = config.with_head_dim_v(Some(16)).with_dtype(Some(FloatDType::F32));
+        let config = config.with_head_dim_v(Some(16)).with_dtype(Some(FloatDType::F32)).with_storage(Some(storage));
         let mut cache = config.init(&target.device);
         let sequences: Vec<_> = (0..2).map(|_| cache.add()).collect();
         let mut run = Run::over(&data, Paged { cache, sequences }, &target.device);
@@ -106,7 +116,7 @@ fn pages_outside_the_window_are_used_again() {
                 poison(&mut run.cache.cache);
             }
         }
-        check_found(&data, &target, &run.results());
+        check_found(&data, target, &run.results());
         let (cache, sequence) = (&mut run.cache.cache, run.cache.sequences[0]);
         assert_eq!(cache.len(sequence), Ok(130));
         let error = cache.truncate(sequence, 100).unwrap_err().to_string();
@@ -132,7 +142,7 @@ struct Held {
 fn step(walk: &mut Walk, held: &mut Held) {
     let nth = walk.rng.random_range(0..held.sequences.len().max(1));
     match walk.rng.random_range(0..16) {
-        0 | 1 if held.sequences.len() < 6 => held.sequences.push((held.cache.add(), Vec::new())),
+        0 | 1 if held.sequences.len() < 6 => held.sequences.push((held.cache.add(), walk.sequence(16))),
         2 | 3 if !held.sequences.is_empty() => {
             let (sequence, rows) = held.sequences[nth].clone();
             held.sequences.push((held.cache.fork(sequence).unwrap(), rows));
@@ -200,10 +210,19 @@ fn try_with_lse(
 
 #[test]
 fn random_walks_over_pages() {
-    walks(|mut walk, steps| {
+    walk_over_pages(KvStorage::Elements);
+}
+
+#[test]
+fn random_walks_over_pages_in_e4m3() {
+    walk_over_pages(KvStorage::E4m3);
+}
+
+fn walk_over_pages(storage: KvStorage) {
+    walks(storage, |mut walk, steps| {
         let [_, _, heads, dim, dim_v] = walk.sizes;
         let config = PagedKvCacheConfig::new(walk.rng.random_range(4..20), heads, dim).with_page_size(16);
-        let config = config.with_head_dim_v(Some(dim_v)).with_dtype(Some(FloatDType::F32));
+        let config = config.with_head_dim_v(Some(dim_v)).with_dtype(Some(FloatDType::F32)).with_storage(Some(storage));
         let cache = config.with_window(walk.options.window_left).init(&walk.device);
         let mut held = Held { cache, sequences: Vec::new() };
         (0..steps).for_each(|_| step(&mut walk, &mut held));

@@ -4,15 +4,15 @@
 //! `FLASH_WALK_STEPS` is the number of steps of all walks on a device, `FLASH_WALK_SEED` the seed of the first walk.
 
 use crate::common::*;
+use crate::held::Sequence;
 use crate::lens_of;
 use burn::tensor::{Device, Int, Tensor};
-use burn_flash_attention::{FlashAttentionOptions, KvCache, KvCacheConfig, flash_attention_with_kvcache_and_lse};
+use burn_flash_attention::{
+    FlashAttentionOptions, KvCache, KvCacheConfig, KvStorage, flash_attention_with_kvcache_and_lse,
+};
 use flash_attention_kernels::{AttentionOptions, AttentionProblem, Dtype};
 use flash_attention_reference as reference;
 use rand::{Rng, SeedableRng, rngs::StdRng};
-
-/// Keys and values of each position of a sequence: those of all heads, one after the other.
-pub type Sequence = Vec<[Vec<f64>; 2]>;
 
 /// A cache, and what its sequences hold.
 struct Held {
@@ -45,13 +45,14 @@ impl Drawn {
         let ([_, _, heads, dim, dim_v], new) = (self.sizes, self.new);
         let [_, k, v] = &self.qkv;
         for (b, sequence) in sequences.into_iter().enumerate() {
-            for i in 0..self.counts[b] {
+            let rows = (0..self.counts[b]).map(|i| {
                 let row = |values: &[f64], dim: usize| {
                     let of_head = |h| ((b * heads + h) * new + i) * dim;
                     (0..heads).flat_map(|h| values[of_head(h)..of_head(h) + dim].to_vec()).collect::<Vec<_>>()
                 };
-                sequence.push([row(k, dim), row(v, dim_v)]);
-            }
+                [row(k, dim), row(v, dim_v)]
+            });
+            sequence.append(rows.collect());
         }
     }
 
@@ -71,16 +72,18 @@ pub struct Walk {
     /// Batch, heads of q, heads of k and v, head_dim, head_dim_v.
     pub sizes: [usize; 5],
     pub options: AttentionOptions,
+    pub storage: KvStorage,
     sinks: Option<Vec<f64>>,
 }
 
 impl Walk {
-    pub fn new(seed: u64, device: &Device) -> Self {
+    pub fn new(seed: u64, device: &Device, storage: KvStorage) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let heads_kv = rng.random_range(1..3);
         let heads_q = heads_kv * rng.random_range(1..5);
         // Few head dimensions, each of which compiles kernels of its own.
-        let [dim, dim_v] = [[16, 16], [33, 24], [8, 40]][rng.random_range(0..3)];
+        let odd = if storage == KvStorage::E4m3 { 36 } else { 33 };
+        let [dim, dim_v] = [[16, 16], [odd, 24], [8, 40]][rng.random_range(0..3)];
         let sizes = [rng.random_range(1..4), heads_q, heads_kv, dim, dim_v];
         let options = AttentionOptions {
             causal: rng.random_bool(0.8),
@@ -93,14 +96,19 @@ impl Walk {
             reference::round_to(&mut sinks, Dtype::F32);
             sinks
         });
-        Walk { rng, device: device.clone(), sizes, options, sinks }
+        Walk { rng, device: device.clone(), sizes, options, storage, sinks }
+    }
+
+    /// A sequence of a cache with pages of so many positions, if it has pages.
+    pub fn sequence(&self, page_size: usize) -> Sequence {
+        Sequence::new(self.storage, page_size, self.sizes[2])
     }
 
     fn empty(&mut self) -> Held {
         let [batch, _, heads_kv, dim, dim_v] = self.sizes;
         let config = KvCacheConfig::new(batch, heads_kv, dim, self.rng.random_range(1..40));
-        let cache = config.with_head_dim_v(Some(dim_v)).with_grows(true).init(&self.device);
-        Held { cache, sequences: vec![Vec::new(); batch], bound: 0 }
+        let config = config.with_head_dim_v(Some(dim_v)).with_grows(true).with_storage(Some(self.storage));
+        Held { cache: config.init(&self.device), sequences: vec![self.sequence(64); batch], bound: 0 }
     }
 
     fn normal(&mut self, len: usize) -> Vec<f64> {
@@ -157,7 +165,7 @@ impl Walk {
             let problem = if self.sinks.is_some() { problem.with_sinks(&[heads_q]).unwrap() } else { problem };
             let of_heads = |nth: usize, dim: usize| -> Vec<f64> {
                 (0..heads_kv)
-                    .flat_map(|h| keys.iter().flat_map(move |row| row[nth][h * dim..(h + 1) * dim].to_vec()))
+                    .flat_map(|h| keys.rows().iter().flat_map(move |row| row[nth][h * dim..(h + 1) * dim].to_vec()))
                     .collect()
             };
             let at = |h: usize, i: usize, dim: usize| ((b * heads_q + h) * new + i) * dim;
@@ -181,11 +189,17 @@ impl Walk {
         }
     }
 
-    /// Appends NaN, as tokens that are then all rejected.
+    /// Appends NaN, as tokens that are then all rejected. In e4m3 it would stay, so that these are large numbers there.
     fn reject(&mut self, held: &mut Held) {
         let [batch, heads_q, heads_kv, dim, dim_v] = self.sizes;
         let new = self.rng.random_range(1..6);
-        let nan = |heads, dim| Tensor::<4>::full([batch, heads, new, dim], f32::NAN, &self.device);
+        let rejected = if self.storage == KvStorage::E4m3 { 1000.0 } else { f32::NAN };
+        let nan = |heads, dim| Tensor::<4>::full([batch, heads, new, dim], rejected, &self.device);
+        for sequence in &mut held.sequences {
+            let len = sequence.len();
+            sequence.append(vec![[dim, dim_v].map(|dim| vec![f64::from(rejected); heads_kv * dim]); new]);
+            sequence.truncate(len);
+        }
         let options = FlashAttentionOptions::from(self.options);
         let (q, k, v) = (nan(heads_q, dim), nan(heads_kv, dim), nan(heads_kv, dim_v));
         flash_attention_with_kvcache_and_lse(q, k, v, &mut held.cache, &options);
@@ -206,7 +220,7 @@ impl Walk {
             sequence.truncate(kept);
         }
         // As low as the longest sequence, or as it was.
-        let longest = held.sequences.iter().map(Vec::len).max().unwrap_or(0);
+        let longest = held.sequences.iter().map(Sequence::len).max().unwrap_or(0);
         let bound = if self.rng.random_bool(0.5) { longest } else { held.bound };
         self.set_lens(held, bound);
     }
@@ -237,7 +251,7 @@ impl Walk {
                 }
                 6 if self.rng.random_bool(0.3) => {
                     all[nth].cache.clear();
-                    all[nth].sequences.iter_mut().for_each(Vec::clear);
+                    all[nth].sequences.iter_mut().for_each(|sequence| sequence.truncate(0));
                     all[nth].bound = 0;
                 }
                 _ => self.append(&mut all[nth]),
@@ -246,7 +260,7 @@ impl Walk {
             assert_eq!(found.cache.max_len(), found.bound);
         }
         for held in &all {
-            assert_eq!(lens_of(&held.cache), held.sequences.iter().map(Vec::len).collect::<Vec<_>>());
+            assert_eq!(lens_of(&held.cache), held.sequences.iter().map(Sequence::len).collect::<Vec<_>>());
         }
     }
 }
@@ -257,19 +271,24 @@ fn number(variable: &str, default: u64) -> u64 {
 }
 
 /// Walks of 50 steps on each device, as many as the variables ask for.
-pub fn walks(walk: impl Fn(Walk, usize)) {
+pub fn walks(storage: KvStorage, walk: impl Fn(Walk, usize)) {
     const STEPS_OF_WALK: u64 = 50;
     for target in targets() {
         let steps = number("FLASH_WALK_STEPS", if target.name == "flex" { 1000 } else { 150 });
         let first = number("FLASH_WALK_SEED", 1);
         for seed in first..first + steps.div_ceil(STEPS_OF_WALK) {
             println!("a walk on {} with FLASH_WALK_SEED={seed} FLASH_WALK_STEPS={STEPS_OF_WALK}", target.name);
-            walk(Walk::new(seed, &target.device), STEPS_OF_WALK as usize);
+            walk(Walk::new(seed, &target.device, storage), STEPS_OF_WALK as usize);
         }
     }
 }
 
 #[test]
 fn random_walks() {
-    walks(|mut walk, steps| walk.walk(steps));
+    walks(KvStorage::Elements, |mut walk, steps| walk.walk(steps));
+}
+
+#[test]
+fn random_walks_in_e4m3() {
+    walks(KvStorage::E4m3, |mut walk, steps| walk.walk(steps));
 }

@@ -2,7 +2,7 @@
 
 use super::super::operands::{Operands, Taken, check_new};
 use super::super::{AttentionCache, LOST, call};
-use super::{PagedKvCache, Resident, SequenceId, Tensors};
+use super::{PagedKvCache, Resident, SequenceId, Stored, Tensors};
 use crate::api::posed_over;
 use crate::backend::{CacheLengths, CacheTensors};
 use crate::options::FlashAttentionOptions;
@@ -167,9 +167,9 @@ impl Operands for PagedBatch<'_> {
         options: &FlashAttentionOptions,
     ) -> Result<(Device, AttentionProblem), AttentionError> {
         self.check_options(options)?;
-        let (tensors, config) = (self.cache.tensors(), &self.cache.config);
+        let config = &self.cache.config;
         let ([_, _, new, _], batch) = (q.dims(), self.sequences.len());
-        check_new([q, k, v], [&tensors.k, &tensors.v], ("the batch of sequences", batch))?;
+        check_new([q, k, v], &self.cache.setting, config.pools(), ("the batch of sequences", batch))?;
         for (sequence, of_sequence) in &self.sequences {
             if *of_sequence > new {
                 return Err(AttentionError::Unsupported {
@@ -189,7 +189,7 @@ impl Operands for PagedBatch<'_> {
             problem = problem.with_seq_lens_k(&[batch])?;
         }
         let max_pages = seq_k.div_ceil(config.page_size).max(1);
-        Ok((device, problem.with_page_table(&[batch, max_pages], config.num_pages, config.page_size)?))
+        Ok((device, config.in_memory(problem, [batch, max_pages])?))
     }
 
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError> {
@@ -213,18 +213,19 @@ impl Operands for PagedBatch<'_> {
         self.cache.table = Some(Resident { sequences: ids, tensor: table.clone() });
         let Tensors { k, v } = self.cache.tensors.take().unwrap_or_else(|| panic!("{LOST}"));
         let tensors = CacheTensors {
-            k: k.into_dispatch(),
-            v: v.into_dispatch(),
+            k: k.into_backend(),
+            v: v.into_backend(),
             seq_lens: OptionalInt::from_option(lens.map(Tensor::into_dispatch)),
             page_table: OptionalInt::Some(table.into_dispatch()),
             page_copies: OptionalInt::from_option(copies.map(Tensor::into_dispatch)),
         };
-        let lengths = CacheLengths { before: self.lens.first().copied().unwrap_or(0), after: self.longest() };
+        let before = self.lens.first().copied().unwrap_or(0);
+        let lengths = CacheLengths { before, after: self.longest(), page_size: self.cache.config.page_size };
         Ok(Taken { tensors, lengths, new_lens })
     }
 
     fn put(&mut self, CacheTensors { k, v, seq_lens, .. }: CacheTensors<Dispatch>, _new: usize) {
-        self.cache.tensors = Some(Tensors { k: Tensor::from_dispatch(k), v: Tensor::from_dispatch(v) });
+        self.cache.tensors = Some(Tensors { k: Stored::from_backend(k), v: Stored::from_backend(v) });
         self.cache.allocator.appended(&self.sequences);
         self.lens.iter_mut().zip(&self.sequences).for_each(|(len, (_, new))| *len += new);
         let lens = seq_lens.into_option().map(Tensor::from_dispatch);

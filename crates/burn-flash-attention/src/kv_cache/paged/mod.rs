@@ -5,12 +5,13 @@ mod batch;
 
 pub use batch::PagedBatch;
 
+use super::stored::{self, Stored};
 use super::{LOST, Setting};
 use crate::checks::unwrapped;
 use allocator::Allocator;
 use burn::config::Config;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
-use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem};
+use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, KvStorage};
 use std::fmt::{Display, Formatter};
 
 /// Configuration of a [`PagedKvCache`].
@@ -49,6 +50,10 @@ pub struct PagedKvCacheConfig {
     /// rolling cache). Calls must have a `window_left` of at most this. Default: all positions are kept
     #[config(default = "None")]
     pub window: Option<usize>,
+    /// How keys and values are stored. In e4m3 they take a byte each, and dimensions of heads are multiples of 4. `dtype` is then still that of
+    /// queries and of new keys and values. Default: in `dtype`
+    #[config(default = "None")]
+    pub storage: Option<KvStorage>,
 }
 
 impl PagedKvCacheConfig {
@@ -88,30 +93,38 @@ impl PagedKvCacheConfig {
     /// # }
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<PagedKvCache, AttentionError> {
-        let Setting { device, element, of_kernels } = Setting::new(self.dtype, self.num_heads_kv, device)?;
-        let [k, v] = self.pools();
+        let setting = Setting::new(self.dtype, self.num_heads_kv, device)?;
         let q = [1, self.num_heads_kv, 1, self.head_dim];
-        let [of_k, of_v] = [k, v].map(|[_, heads, _, head_dim]| [1, heads, 1, head_dim]);
-        AttentionProblem::new(&q, &of_k, &of_v, of_kernels, AttentionOptions::default())?.with_page_table(
-            &[1, 1],
-            self.num_pages,
-            self.page_size,
-        )?;
-        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (&device, element));
-        let tensors = Tensors { k: zeros(k), v: zeros(v) };
+        let [k, v] = self.pools().map(|[_, heads, _, head_dim]| [1, heads, 1, head_dim]);
+        let problem = AttentionProblem::new(&q, &k, &v, setting.of_kernels, AttentionOptions::default())?;
+        self.in_memory(problem, [1, 1])?;
+        let [k, v] = self.pools().map(|shape| Stored::zeros(self.storage(), shape, &setting));
+        let tensors = Some(Tensors { k, v });
         let allocator = Allocator::new(self.num_pages, self.page_size, self.window);
-        Ok(PagedKvCache { tensors: Some(tensors), config: self.clone(), allocator, table: None, seq_lens: None })
+        Ok(PagedKvCache { tensors, config: self.clone(), setting, allocator, table: None, seq_lens: None })
     }
 
-    /// Bytes of a page, keys and values, with `dtype` or else in f32.
+    /// The problem, with keys and values as they are in memory, and a page table of this shape.
+    fn in_memory(&self, problem: AttentionProblem, table: [usize; 2]) -> Result<AttentionProblem, AttentionError> {
+        problem.with_page_table(&table, self.num_pages, self.page_size)?.with_kv_storage(self.storage())
+    }
+
+    /// Bytes of a page, keys and values, with `dtype` or else in f32. In e4m3, with its scales.
     ///
     /// ```
     /// let config = burn_flash_attention::PagedKvCacheConfig::new(100, 8, 64).with_page_size(32);
     /// assert_eq!(config.bytes_per_page(), 32 * 8 * (64 + 64) * 4);
     /// ```
     pub fn bytes_per_page(&self) -> usize {
-        let size = DType::from(self.dtype.unwrap_or(FloatDType::F32)).size();
-        self.page_size * self.num_heads_kv * (self.head_dim + self.head_dim_v.unwrap_or(self.head_dim)) * size
+        let element = DType::from(self.dtype.unwrap_or(FloatDType::F32));
+        let of_page =
+            |[_, heads, rows, head_dim]: [usize; 4]| stored::bytes(self.storage(), [1, heads, rows, head_dim], element);
+        self.pools().map(of_page).iter().sum()
+    }
+
+    /// How keys and values are stored.
+    fn storage(&self) -> KvStorage {
+        self.storage.unwrap_or_default()
     }
 
     /// Shapes of keys and values.
@@ -171,6 +184,7 @@ pub struct PagedKvCache {
     /// Absent while a call has them.
     tensors: Option<Tensors>,
     config: PagedKvCacheConfig,
+    setting: Setting,
     allocator: Allocator,
     /// The page table of the last call, on the device, if it is still that of its sequences.
     table: Option<Resident<2>>,
@@ -181,10 +195,8 @@ pub struct PagedKvCache {
 /// The tensors of a cache.
 #[derive(Debug)]
 struct Tensors {
-    /// `[num_pages, num_heads_kv, page_size, head_dim]`.
-    k: Tensor<4>,
-    /// `[num_pages, num_heads_kv, page_size, head_dim_v]`.
-    v: Tensor<4>,
+    k: Stored,
+    v: Stored,
 }
 
 /// A tensor on the device that belongs to the sequences of a batch.
@@ -220,7 +232,7 @@ impl PagedKvCache {
     /// # }
     /// ```
     pub fn device(&self) -> Device {
-        self.tensors().k.device()
+        self.setting.device.clone()
     }
 
     /// Bytes of keys and values, used or not.
@@ -233,7 +245,7 @@ impl PagedKvCache {
     /// ```
     pub fn bytes(&self) -> usize {
         let Tensors { k, v } = self.tensors();
-        [k, v].map(|tensor| tensor.shape().num_elements() * tensor.dtype().size()).iter().sum()
+        k.bytes() + v.bytes()
     }
 
     /// Number of pages that no sequence has.

@@ -5,7 +5,7 @@ use crate::checks::unwrapped;
 use crate::module::cache::{LayerKvCache, MemoryKeysValues, Outputs, Restore, all_or_none};
 use crate::module::steps::{check_layers, check_prefix, newest, newest_options};
 use burn::tensor::Tensor;
-use flash_attention_kernels::AttentionError;
+use flash_attention_kernels::{AttentionError, KvStorage};
 
 /// Cache of a [`FlashTransformerDecoder`] for decoding: for each layer keys and values of the target, which are written in place and have
 /// no gradient, and of the memory. A clone is a deep copy of those of the target, with memory of its own.
@@ -43,6 +43,21 @@ impl Restore for LayerCache {
 }
 
 impl FlashTransformerDecoderAutoregressiveCache {
+    /// Sets how the memory that the first step allocates stores keys and values of the target. Memory that there is stays as it is.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn_flash_attention::{FlashTransformerDecoderConfig, KvStorage};
+    ///
+    /// let decoder = FlashTransformerDecoderConfig::new(64, 128, 2, 2).init(&burn::tensor::Device::flex());
+    /// let cache = decoder.new_autoregressive_cache().with_storage(KvStorage::E4m3);
+    /// # }
+    /// ```
+    pub fn with_storage(mut self, storage: KvStorage) -> Self {
+        self.layers.iter_mut().for_each(|layer| layer.target.set_storage(storage));
+        self
+    }
+
     /// Number of positions so far; of the longest sequence, if lengths differ.
     ///
     /// ```

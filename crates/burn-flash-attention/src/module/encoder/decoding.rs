@@ -6,7 +6,7 @@ use crate::module::cache::{LayerKvCache, Outputs, all_or_none};
 use crate::module::combined;
 use crate::module::steps::{check_layers, check_prefix, newest, newest_options};
 use burn::tensor::Tensor;
-use flash_attention_kernels::AttentionError;
+use flash_attention_kernels::{AttentionError, KvStorage};
 
 /// Cache of a [`FlashTransformerEncoder`] for decoding: for each layer keys and values, which are written in place and have no gradient. A
 /// clone is a deep copy, with memory of its own.
@@ -24,6 +24,21 @@ pub struct FlashTransformerEncoderAutoregressiveCache {
 }
 
 impl FlashTransformerEncoderAutoregressiveCache {
+    /// Sets how the memory that the first step allocates stores keys and values. Memory that there is stays as it is.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn_flash_attention::{FlashTransformerEncoderConfig, KvStorage};
+    ///
+    /// let encoder = FlashTransformerEncoderConfig::new(64, 128, 2, 2).init(&burn::tensor::Device::flex());
+    /// let cache = encoder.new_autoregressive_cache().with_storage(KvStorage::E4m3);
+    /// # }
+    /// ```
+    pub fn with_storage(mut self, storage: KvStorage) -> Self {
+        self.layers.iter_mut().for_each(|layer| layer.set_storage(storage));
+        self
+    }
+
     /// Number of positions so far; of the longest sequence, if lengths differ.
     ///
     /// ```
