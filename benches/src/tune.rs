@@ -264,7 +264,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         let order = if options.any_order { BackwardOrder::Fast } else { BackwardOrder::Deterministic };
         let precision = if options.tf32 { Precision::Tf32 } else { Precision::Full };
         let data = Data::new(case, 0)?.with_backward_order(order).with_precision(precision);
-        let problem = data.problem;
+        let problem = data.problem_of_kernels()?;
         let plan = plan_with(&client, &problem, options.kernel)?;
         let planned = match planned(&plan, options.part) {
             Ok(planned) => planned,
