@@ -139,7 +139,7 @@ pub fn combine_row(
     let mut first = 0u32.runtime();
     while first < count {
         let split = first + lane;
-        let turns = first % 32 == 0;
+        let turns = first & 31 == 0;
         if turns {
             lse = select(split < count, lse_of(splits, row, min(split, count - 1)), HIDDEN);
         }
