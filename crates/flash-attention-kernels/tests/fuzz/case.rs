@@ -4,7 +4,8 @@ use crate::common::{Case, Layout, Poison, as_laid_out};
 use crate::line::Line;
 use flash_attention_kernels::mods::{self, MaskFn, ScoreFn};
 use flash_attention_kernels::{
-    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, MaskStorage, Precision, dropout,
+    Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, KvStorage, MaskStorage, Precision,
+    dropout,
 };
 use flash_attention_reference::mods::{Alibi, Bent, Relative, Sloped, Softcap, Strided};
 use flash_attention_reference::{Tensors, normal, round_to};
@@ -89,13 +90,19 @@ impl Line {
             problem.block_mask = Some(BlockMask { blocks, block_q, block_k });
         }
         problem.validate().map_err(|error| error.to_string())?;
+        let mut paged = Ok(problem);
         if let Some(page_size) = self.parsed::<usize>("page")? {
             // The pages that are needed, and one that is not.
-            problem
-                .with_page_table(&[b, sk.div_ceil(page_size.max(1)) + 1], 1, page_size)
-                .map_err(|error| error.to_string())?;
+            paged = problem.with_page_table(&[b, sk.div_ceil(page_size.max(1)) + 1], 1, page_size);
         }
+        let storage = self.storage()?;
+        paged.and_then(|paged| paged.with_kv_storage(storage)).map_err(|error| error.to_string())?;
         Ok(problem)
+    }
+
+    /// How the pages of the forward are stored.
+    fn storage(&self) -> Result<KvStorage, String> {
+        self.choice("storage", &[("elements", KvStorage::Elements), ("e4m3", KvStorage::E4m3)])
     }
 
     fn seed(&self) -> Result<u64, String> {
@@ -187,7 +194,7 @@ impl Line {
             mask_tensors: [mask_a.map(|len| whole(11, len)), mask_b.map(|len| whole(12, len))],
             block_mask: p.block_mask.map(|mask| drawn(len(mask.blocks), 13).iter().map(|x| block_state(*x)).collect()),
         };
-        Ok(Case {
+        let case = Case {
             tensors,
             dout,
             dlse: (self.number("dlse", 0)? > 0).then(|| rounded(drawn(p.rows(), 6), 1.0, Dtype::F32)),
@@ -204,7 +211,8 @@ impl Line {
             tuned: false,
             problem: p,
             ..Case::new([0, 0, 0, 0, 0, 1, 1], Dtype::F32, AttentionOptions::default())
-        })
+        };
+        Ok(if self.storage()? == KvStorage::E4m3 { case.with_e4m3() } else { case })
     }
 
     fn mask(&self, shape: [usize; 4], drawn: &[f64], layout: Layout) -> Result<Vec<bool>, String> {

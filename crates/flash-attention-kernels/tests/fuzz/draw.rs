@@ -127,6 +127,10 @@ impl Source {
         }
         if line.text("cu_q").is_none() && random.random_bool(0.2) {
             line.set("page", pick(random, &["16", "32", "64", "128", "256"]));
+            let whole = ["d", "dv"].iter().all(|key| line.number(key, 4).is_ok_and(|dim| dim.is_multiple_of(4)));
+            if whole && random.random_bool(0.5) {
+                line.set("storage", "e4m3");
+            }
         }
         if random.random_bool(0.4) {
             line.set("order", pick(random, &["turns", "fast"]));

@@ -6,7 +6,7 @@ use std::str::FromStr;
 /// The keys in the order in which they are written, each with its default (unless it is "none") and its meaning.
 ///
 /// A pattern is like `b1qk`: the letters of the dimensions batch, heads, queries and keys that are not broadcast, and 1 for the others.
-pub const KEYS: [(&str, &str); 50] = [
+pub const KEYS: [(&str, &str); 51] = [
     ("dtype", "f32"),
     ("precision", "full, or tf32"),
     ("b", "1"),
@@ -49,6 +49,7 @@ pub const KEYS: [(&str, &str); 50] = [
     ("blocks", "block mask: pattern of its batch and heads, like 1h"),
     ("block_size", "128,128: queries and keys of a block"),
     ("page", "positions of a page: keys and values of the forward are in pages"),
+    ("storage", "elements, or e4m3: how pages are stored"),
     ("order", "fixed; turns: additions to dq in order; or fast"),
     ("splits", "1: splits of a group's query heads, where dq, dk and dv have one kernel"),
     ("grads", "qkvbast: requested gradients"),

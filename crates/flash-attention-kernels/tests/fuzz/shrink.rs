@@ -64,7 +64,7 @@ fn simpler(line: &Line) -> Vec<Line> {
         simpler
     };
     // Without an option, and the keys that depend on it.
-    let groups: [&[&str]; 9] = [
+    let groups: [&[&str]; 10] = [
         &["score_mod", "score_a", "score_b"],
         &["mask_mod", "mask_a", "mask_b"],
         &["mask", "mask_storage", "mask_data", "mask_layout"],
@@ -73,6 +73,7 @@ fn simpler(line: &Line) -> Vec<Line> {
         &["cu_q", "cu_k"],
         &["blocks", "block_size"],
         &["lens_q", "lens_k", "padding"],
+        &["page", "storage"],
         &["causal", "align", "continued", "left", "right"],
     ];
     let removed = |keys: &[&'static str]| with(&keys.iter().map(|key| (*key, None)).collect::<Vec<_>>());

@@ -219,8 +219,8 @@ fn scales_have_bounds() {
     let pools = [8, 12].map(|columns| Pool::new(&client, [4, 1, 16, columns]));
     let mut cache = Cache { pools, table: vec![[0, 1, 2, 3]], lens: vec![0] };
     for exponent in [-120, -100, -92, -91, -60, 0, 5, 15, 16, 17, 100] {
-        let value =
-            |at: usize| (at % 7) as f64 / 6.0 * if at % 2 == 0 { 2f64.powi(exponent) } else { -2f64.powi(exponent) };
+        let signs = [1.0, -1.0];
+        let value = |at: usize| (at % 7) as f64 / 6.0 * signs[at % 2] * 2f64.powi(exponent);
         cache.append(&client, 3, &[3], Layout::Contiguous, value);
     }
     let page = cache.pools[0].page(1, 0);

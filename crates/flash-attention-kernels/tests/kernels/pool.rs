@@ -15,31 +15,42 @@ impl Case {
         self
     }
 
+    /// Number of keys of a batch.
+    fn keys_of(&self, batch: usize) -> usize {
+        self.tensors.seq_lens_k.as_ref().map_or(self.problem.seq_k, |lens| lens[batch].min(self.problem.seq_k))
+    }
+
     /// Stores the pages of the forward in e4m3, and rounds keys and values to what is stored. The scale of each page of a head is a random
-    /// one that is large enough, so that numbers of all kinds occur.
+    /// one that is large enough, so that numbers of all kinds occur. The case has pages, and its lengths if it is to have some.
     pub fn with_e4m3(mut self) -> Self {
-        let p = self.problem;
-        let page_size = self.page_size.expect("the case has pages");
+        let (p, page_size) = (self.problem, self.page_size.expect("the case has pages"));
+        let lens: Vec<usize> = (0..p.batch).map(|b| self.keys_of(b)).collect();
         let scales =
             [(&mut self.tensors.k, p.head_dim), (&mut self.tensors.v, p.head_dim_v)].map(|(values, columns)| {
                 let mut scales = Vec::new();
-                let of_head = p.seq_k * columns;
-                for rows in
-                    (0..p.batch * p.num_heads_kv).flat_map(|head| pages(head * of_head, of_head, page_size * columns))
-                {
-                    let rows = &mut values[rows];
-                    let largest = rows.iter().fold(0.0f32, |largest, x| largest.max(x.abs() as f32));
-                    let unknown = rows.iter().any(|x| !x.is_finite());
-                    let random = ((scales.len() + columns) as u32).wrapping_mul(2_654_435_761) >> 29;
-                    let scale = if unknown { f32::NAN } else { scale_of(largest) * (1 << random) as f32 };
-                    for value in rows {
-                        *value = f64::from(decode(encode(*value as f32 / scale)) * scale);
+                for head in 0..p.batch * p.num_heads_kv {
+                    for first in (0..p.seq_k).step_by(page_size) {
+                        let last = lens[head / p.num_heads_kv].clamp(first, first + page_size);
+                        let rows = &mut values[(head * p.seq_k + first) * columns..(head * p.seq_k + last) * columns];
+                        let largest = rows.iter().fold(0.0f32, |largest, x| largest.max(x.abs() as f32));
+                        let unknown = rows.iter().any(|x| !x.is_finite());
+                        let random = ((scales.len() + columns) as u32).wrapping_mul(2_654_435_761) >> 29;
+                        let scale = if unknown { f32::NAN } else { scale_of(largest) * (1 << random) as f32 };
+                        for value in rows {
+                            *value = f64::from(decode(encode(*value as f32 / scale)) * scale);
+                        }
+                        scales.push(scale);
                     }
-                    scales.push(scale);
                 }
                 scales
             });
         self.kv_scales = Some(scales);
+        // Rows that are one in memory are rounded with the scales of several pages.
+        for layout in &mut self.layouts[1..3] {
+            if matches!(layout, Layout::RepeatedRows | Layout::Scalar) {
+                *layout = Layout::Contiguous;
+            }
+        }
         self
     }
 
@@ -59,7 +70,7 @@ impl Case {
     pub fn forward_inputs(&self, client: &Client, inputs: &Inputs) -> Inputs {
         let p = self.forward_problem();
         let Some(pages) = p.pages else { return inputs.clone() };
-        let len = |b: usize| self.tensors.seq_lens_k.as_ref().map_or(p.seq_k, |lens| lens[b].min(p.seq_k));
+        let len = |b: usize| self.keys_of(b);
         // Steps through all pages, since no pool has a multiple of the prime.
         let page = |b: usize, nth: usize| (b * pages.max_pages + nth) * 7919 % pages.num_pages;
         let mut words = Vec::new();
@@ -118,9 +129,4 @@ impl Case {
             ..inputs.clone()
         }
     }
-}
-
-/// The ranges of pages of `page` elements of the `len` elements from `start` on.
-fn pages(start: usize, len: usize, page: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    (0..len.div_ceil(page)).map(move |nth| start + nth * page..start + ((nth + 1) * page).min(len))
 }
