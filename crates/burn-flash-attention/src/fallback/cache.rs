@@ -7,6 +7,7 @@ use crate::tensors::{Extras, OptionalInt};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{Flex, FlexTensor, Layout};
 use flash_attention_kernels::KvStorage;
+use flash_attention_kernels::e4m3::page_bytes;
 use half::{bf16, f16};
 use std::sync::Arc;
 
@@ -161,7 +162,7 @@ impl Memory {
             return self;
         }
         let new = floats(new);
-        let (from, words) = (slice(&new), e4m3::page_words(rows, dim));
+        let (from, words) = (slice(&new), page_bytes(rows, dim) / size_of::<i32>());
         let to = self.tensor.storage_mut::<i32>();
         copy_blocks(to, heads * words, pairs);
         for (head, of_block, run) in of_heads(runs, heads) {
@@ -179,9 +180,8 @@ impl Memory {
             DType::BF16 => Elements::BF16(self.tensor.storage()).widen(first, to),
             DType::F32 => Elements::F32(self.tensor.storage()).widen(first, to),
             _ => {
-                let words = e4m3::page_words(self.rows, self.dim);
-                let pool: &[i32] = self.tensor.storage();
-                e4m3::read(&pool[of_block * words..][..words], row * self.dim, to);
+                let len = page_bytes(self.rows, self.dim);
+                e4m3::read(&self.tensor.bytes()[of_block * len..][..len], row * self.dim, to);
             }
         }
     }

@@ -136,8 +136,8 @@ pub(crate) fn plan(problem: &AttentionProblem) -> Result<HostPlan, AttentionErro
     let (q, o) = (rows * problem.head_dim, rows * problem.head_dim_v);
     let kv_rows = problem.batch * problem.num_heads_kv * problem.seq_k;
     let kv = kv_rows * (problem.head_dim + problem.head_dim_v);
-    // Half-precision inputs are widened once, and their gradients summed in f32 before they are narrowed.
-    let widened = if problem.dtype == Dtype::F32 { 0 } else { 2 * (q + o + kv) };
+    // Half-precision inputs are widened once, and their gradients summed in f32 before they are narrowed. Pages are gathered in f32.
+    let widened = if problem.dtype == Dtype::F32 && problem.pages.is_none() { 0 } else { 2 * (q + o + kv) };
     let tiles = threads * (tile::Scratch::LEN + TILE_K * problem.head_dim.max(problem.head_dim_v));
     let splits = tile::num_splits(problem) * (o + 2 * rows);
     let scratch_bytes = size_of::<f32>() * (tiles + splits + widened);

@@ -261,8 +261,10 @@ fn memory_is_a_byte_an_element() {
         let config = PagedKvCacheConfig::new(10, 3, 64).with_page_size(16).with_storage(E4M3);
         assert_eq!(config.bytes_per_page(), 2 * 3 * page_bytes(16, 64));
         assert_eq!(config.init(device).bytes(), 10 * config.bytes_per_page());
-        let none = KvCacheConfig::new(0, 1, 8, 20).with_storage(E4M3).init(device);
-        assert_eq!(lens_of(&none), Vec::<usize>::new());
+        let mut none = KvCacheConfig::new(0, 1, 8, 20).with_storage(E4M3).init(device);
+        assert_eq!(step_of_zeros(&mut none, device).unwrap().dims(), [0, 1, 1, 8]);
+        none.reserve(100).unwrap();
+        assert_eq!(lens_of(&none.duplicate()), Vec::<usize>::new());
     }
 }
 

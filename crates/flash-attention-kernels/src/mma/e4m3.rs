@@ -7,8 +7,8 @@
 //! V, transposed   columns 2c and 2c + 1 of its keys, of each 16 columns; c is the thread's number divided by 4
 //! ```
 //!
-//! The order of the columns that a product sums over is free, and Q is copied to shared memory [in this order](ordered_word). Even columns
-//! of V are multiplied by one product and odd ones by another, so that a thread accumulates columns `4u` to `4u + 3` of O.
+//! Even and odd bytes become a word each. The order of the columns that a product sums over is free, and Q is put in that of K in shared
+//! memory: [its words](ordered_word), and then the halves of words. Even columns of V are multiplied by one product and odd ones by another, so that a thread accumulates columns `4u` to `4u + 3` of O.
 //!
 //! A byte `s eeee mmm` at the right place of 16 bits is the f16 `2^-8 x` or the bf16 `2^-120 x`, subnormal numbers included. The product
 //! with `2^8` or `2^120` times the scale is exact.
@@ -43,8 +43,7 @@ impl Products {
                 missing.to_bits()
             )
         };
-        let registers =
-            format!(".reg .f32 scale;\n.reg .b32 m<{count}>, bits, bytes, minus;\nmov.b32 minus, 0x80008000;\n");
+        let registers = format!(".reg .f32 scale;\n.reg .b32 m<{count}>, bits, minus;\nmov.b32 minus, 0x80008000;\n");
         registers + &(0..count).map(one).collect::<String>()
     }
 
@@ -91,10 +90,8 @@ pub fn rows_with_rows(of: RowsOf) -> String {
                 for eight in 0..2 {
                     let word = 4 * nth + 2 * eight + step % 2;
                     let wide = names("w", 2 * word, 2);
-                    // The bytes of a half are 0 and one of the word's.
-                    for (bytes, to) in ["0x1404", "0x3424"].into_iter().zip(&wide) {
-                        text += &format!("prmt.b32 bytes, b{word}, 0, {bytes};\n");
-                        text += &products.widen("bytes", true, to, &format!("m{pair}"));
+                    for (odd, to) in [false, true].into_iter().zip(&wide) {
+                        text += &products.widen(&format!("b{word}"), odd, to, &format!("m{pair}"));
                     }
                     for group in 0..groups {
                         let to = names("$", group * tile_k / 2 + 4 * (2 * pair + eight), 4);

@@ -19,8 +19,9 @@ use super::MmaBlueprint;
 use super::merge::merge_warps;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::output::write_rows;
-use super::tiles::{CopiedRows, KeyTiles, copy_block_rows, copy_keys, lane_of_columns, lane_of_rows, lane_of_sums};
+use super::tiles::*;
 use super::visits::VisitedTile;
+use crate::e4m3::KvStorage;
 use crate::fragment::{Scores, filled};
 use crate::ptx::shared_address;
 use crate::tensor_core::combine::{Combination, combine_last};
@@ -101,6 +102,12 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             copy_keys(&sources, &extras, &work, visited.start_after(nth, scores), to, blueprint);
         }
         copies_commit();
+    }
+
+    if comptime!(scores.storage == KvStorage::E4m3) {
+        copies_wait(comptime!(tile.stages - 2));
+        sync_cube();
+        order_columns(q_at, comptime!(scores.tile.warpgroups * scores.q_bytes()), blueprint);
     }
 
     // -- addresses from which this thread reads operands

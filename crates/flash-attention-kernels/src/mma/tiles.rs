@@ -9,6 +9,7 @@ use super::{MmaBlueprint, Products};
 use crate::e4m3::KvStorage;
 use crate::extras::Extras;
 use crate::mask::Band;
+use crate::ptx::{bytes_of, load_shared_quad, store_shared};
 use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, VECTOR_BYTES, WorkTile};
 use cubecl::prelude::*;
 
@@ -256,6 +257,29 @@ fn copy_lines<E: Float, N: Size>(
             let offset = comptime!((panel * count + pass * of_pass) * LINE);
             let bytes = select(line.exists, bytes, 0u32);
             copy_vector(row, comptime!(panel * OF_LINE as usize), at, offset, bytes);
+        }
+    }
+}
+
+/// Puts even columns of Q into the words of the first four places of each step, and odd ones into the last four, where [`copy_ordered()`] has
+/// put pairs of columns. `bytes` are those of all rows, from the shared address `at` on.
+#[cube]
+pub fn order_columns(at: u32, #[comptime] bytes: usize, #[comptime] blueprint: MmaBlueprint) {
+    let (units, steps) = comptime!((blueprint.tile.units() as u32, bytes as u32 / 32));
+    #[unroll]
+    for pass in 0..comptime!(steps.div_ceil(units)) {
+        let step = UNIT_POS + pass * units;
+        if step < steps {
+            let low = at + place(step / 4, step % 4 * 2);
+            // The two vectors of a step are neighbours also after the swizzle.
+            let high = low ^ 16;
+            let (first, last) = (load_shared_quad(low), load_shared_quad(high));
+            #[unroll]
+            for word in 0..4usize {
+                let (a, b) = (*first.index(word), *last.index(word));
+                store_shared(low + comptime!(4 * word as u32), bytes_of(a, b, 0x5410u32));
+                store_shared(high + comptime!(4 * word as u32), bytes_of(a, b, 0x7632u32));
+            }
         }
     }
 }

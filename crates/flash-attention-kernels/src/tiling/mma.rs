@@ -273,8 +273,8 @@ fn few_rows(case: Case) -> Result<MmaForward, String> {
     row(table, problem)?;
     let fits = table.iter().filter(|(head_dim, tile)| problem.widest() <= *head_dim && rows <= tile.tile_q());
     first(fits.map(|(_, tile)| {
-        // Where memory is the limit, one thread block of each multiprocessor has enough on the way.
-        let of_each = if tile.warps_k > 1 { 1 } else { 2 };
+        // Where memory is the limit, one thread block of each multiprocessor has enough on the way. Bytes also have to be converted.
+        let of_each = if tile.warps_k > 1 && problem.kv_storage() == KvStorage::Elements { 1 } else { 2 };
         let work = SplitWork {
             workers: of_each * device.multiprocessors,
             heads,
