@@ -32,7 +32,7 @@ struct NewRows {
     end: u32,
 }
 
-/// [`append`](super::append()) to pages in e4m3, whose pools are words, `[num_pages, Hkv, 1, words]`. A thread block writes K or V of a page
+/// [`append`](fn@crate::cache::append) to pages in e4m3, whose pools are words, `[num_pages, Hkv, 1, words]`. A thread block writes K or V of a page
 /// of a head: new rows, and those before them if the scale of the page grows. `pages_each` is the most pages that the new positions of a
 /// sequence are in.
 #[cube(launch_unchecked, address_type = "dynamic")]
