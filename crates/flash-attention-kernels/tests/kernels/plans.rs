@@ -180,15 +180,15 @@ fn few_rows_are_packed_and_split() {
         let Forward::Portable(PortableForward::FewRows(few)) = plan.forward else { panic!("{plan}") };
         (few.tile.rows, few.num_splits, plan.forward_scratch_bytes)
     };
-    // Each thread block has its own tiles where heads are many, and an eighth of the keys where they are 128.
+    // Each thread block has its own tiles where heads are many, and a quarter of the keys where they are 128.
     assert_eq!(chosen(&decoding(600, [32, 8], 1, 4096)), (4, 1, 0));
-    assert_eq!(chosen(&decoding(16, [32, 8], 1, 4096)), (4, 8, 4 * 8 * 16 * 32 * (128 + 1)));
-    assert_eq!(chosen(&decoding(1, [32, 8], 1, 131_072)).1, 128);
+    assert_eq!(chosen(&decoding(16, [32, 8], 1, 4096)), (4, 4, 4 * 4 * 16 * 32 * (128 + 1)));
+    assert_eq!(chosen(&decoding(1, [32, 8], 1, 131_072)).1, 64);
     assert_eq!(chosen(&decoding(1, [32, 8], 1, 100)), (4, 1, 0));
     assert_eq!(chosen(&decoding(1, [48, 8], 1, 100)).0, 8);
     assert_eq!(chosen(&decoding(1, [32, 8], 3, 100)).0, 16);
     let text = plan_on(&gpu(), &decoding(16, [32, 8], 1, 4096)).unwrap().to_string();
-    assert!(text.starts_with("forward portable 4×64 of few rows in 8 splits, dq matrix"), "{text}");
+    assert!(text.starts_with("forward portable 4×128 of few rows in 4 splits, dq matrix"), "{text}");
 
     // More rows are faster by matrix products, and on a processor the kernels that it prefers.
     let more = decoding(1, [32, 8], 5, 100);
