@@ -55,14 +55,6 @@ impl Extras {
     pub fn is_sparse(&self) -> bool {
         self.lists.is_some()
     }
-
-    /// Positions of a page, or 0 if there are no pages.
-    pub fn page_size(&self) -> usize {
-        match &self.pages {
-            ComptimeOption::Some(pages) => pages.page_size as usize,
-            ComptimeOption::None => 0,
-        }
-    }
 }
 
 impl ExtrasExpand {
@@ -74,14 +66,6 @@ impl ExtrasExpand {
     /// [`Extras::is_sparse`] while a kernel is compiled.
     pub fn is_sparse(&self) -> bool {
         self.lists.is_some()
-    }
-
-    /// [`Extras::page_size`] while a kernel is compiled.
-    pub fn page_size(&self) -> usize {
-        match &self.pages {
-            ComptimeOptionExpand::Some(pages) => pages.page_size as usize,
-            ComptimeOptionExpand::None => 0,
-        }
     }
 }
 

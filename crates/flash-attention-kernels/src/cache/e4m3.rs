@@ -2,7 +2,7 @@
 
 use super::{AppendedLengths, CachedKeysValues, KeysValues};
 use crate::e4m3::{decode_word, encode_word, inverse, scale_of_bits};
-use crate::fragment::{Rows, WIDTH};
+use crate::fragment::{Rows, Vec4, WIDTH};
 use crate::pages::PageTable;
 use cubecl::prelude::*;
 
@@ -103,11 +103,7 @@ fn write_page<E: Float, N: Size>(
     let mut largest = 0u32.runtime();
     let mut at = UNIT_POS as usize;
     while at < len {
-        let value = Vector::<f32, Const<4>>::cast_from(source.read_within(
-            rows.first + (at / words) as u32,
-            at % words * WIDTH,
-            head_dim,
-        ));
+        let value = word_of(&source, rows.first, at, head_dim);
         #[unroll]
         for n in 0..WIDTH {
             largest = max(largest, u32::reinterpret(value.extract(n)) & MAGNITUDE);
@@ -133,11 +129,7 @@ fn write_page<E: Float, N: Size>(
     }
     let mut at = UNIT_POS as usize;
     while at < len {
-        let value = Vector::<f32, Const<4>>::cast_from(source.read_within(
-            rows.first + (at / words) as u32,
-            at % words * WIDTH,
-            head_dim,
-        ));
+        let value = word_of(&source, rows.first, at, head_dim);
         pool[page + rows.begin as usize * words + at] = Vector::new(encode_word(value * Vector::new(divided)));
         at += units;
     }
@@ -145,6 +137,13 @@ fn write_page<E: Float, N: Size>(
     if UNIT_POS == 0 {
         pool[scale_at] = Vector::new(bits);
     }
+}
+
+/// The elements of word `at` of new rows from `first` on.
+#[cube]
+fn word_of<E: Float, N: Size>(source: &Rows<E, N>, first: u32, at: usize, #[comptime] head_dim: usize) -> Vec4 {
+    let words = comptime!(head_dim / WIDTH);
+    Vec4::cast_from(source.read_within(first + (at / words) as u32, at % words * WIDTH, head_dim))
 }
 
 /// The bits of a number without its sign.

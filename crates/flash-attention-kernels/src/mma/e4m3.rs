@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Even and odd bytes become a word each. The order of the columns that a product sums over is free, and Q is put in that of K in shared
-//! memory: [its words](ordered_word), and then the halves of words. Even columns of V are multiplied by one product and odd ones by another, so that a thread accumulates columns `4u` to `4u + 3` of O.
+//! memory ([`order_columns`](super::tiles::order_columns())). Even columns of V are multiplied by one product and odd ones by another, so
+//! that a thread accumulates columns `4u` to `4u + 3` of O.
 //!
 //! A byte `s eeee mmm` at the right place of 16 bits is the f16 `2^-8 x` or the bf16 `2^-120 x`, subnormal numbers included. The product
 //! with `2^8` or `2^120` times the scale is exact.
@@ -16,11 +17,6 @@
 use super::Products;
 use super::products::{ColumnsOf, RowsOf, ahead, load, names, parts, sums};
 use crate::tensor_core::LINE;
-
-/// Place among the words of 16 columns of Q, of two columns each, to which word `nth` of them is copied.
-pub const fn ordered_word(nth: usize) -> usize {
-    nth / 2 + nth % 2 * 4
-}
 
 impl Products {
     /// Bits of exponent and mantissa of both halves of a word, the distance of a byte's from there, and the factor that is missing.

@@ -29,16 +29,14 @@ pub fn copy_vector<E: CubePrimitive>(
     })
 }
 
-/// Starts the copy of a word, the `nth` of those from the first element of `from` on, to the shared address `to`; otherwise like
-/// [`copy_vector()`].
+/// Starts the copy of 4 bytes, the first ones of `from`, to the shared address `to`; otherwise like [`copy_vector()`].
 #[cube]
-pub fn copy_word<E: CubePrimitive>(from: &[E], #[comptime] nth: usize, to: u32, bytes: u32) {
+pub fn copy_word<E: CubePrimitive>(from: &[E], to: u32, bytes: u32) {
     intrinsic!(|scope| {
         // SAFETY: the reference belongs to a kernel that is being expanded; its pointer is a value of the kernel's code and is not dereferenced here.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let args = vec![to.read_value(scope), from, bytes.read_value(scope)];
-        let template = format!("cp.async.ca.shared.global [$0], [$1+{}], 4, $2;", 4 * nth);
-        effect(scope, &template, "r,l,r,~{memory}", args)
+        effect(scope, "cp.async.ca.shared.global [$0], [$1], 4, $2;", "r,l,r,~{memory}", args)
     })
 }
 

@@ -3,14 +3,13 @@
 //! A tile is stored in *panels* with lines of 128 bytes, which are 64 columns of 16 bits. The index of each 16-byte vector of a line is
 //! XORed with the line's number modulo 8. `ldmatrix` reads one vector of eight lines at a time, and these are then in different banks.
 
-use super::e4m3::ordered_word;
 use super::ops::{copy_vector, copy_word};
 use super::{MmaBlueprint, Products};
 use crate::e4m3::KvStorage;
 use crate::extras::Extras;
 use crate::mask::Band;
 use crate::ptx::{bytes_of, load_shared_quad, store_shared};
-use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, VECTOR_BYTES, WorkTile};
+use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, WorkTile, scale_at};
 use cubecl::prelude::*;
 
 /// Threads that copy a line of a panel, a vector of 16 bytes each.
@@ -171,9 +170,9 @@ fn copy_scales<E: Float, N: Size>(
         #[unroll]
         for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
             let Line { batch, head, exists, .. } = *lines.index(pass);
-            let at = from.stride.at(batch, head, 0u32) + comptime!(extras.page_size() * row / VECTOR_BYTES);
+            let at = from.stride.at(batch, head, 0u32) + scale_at(extras, row);
             let to = to + line / scaled * 4 + comptime!(pass as u32 * of_pass / scaled * 4);
-            copy_word(&from.data[at..at + 1], 0usize, to, select(exists, 4u32, 0u32));
+            copy_word(&from.data[at..at + 1], to, select(exists, 4u32, 0u32));
         }
     }
 }
@@ -196,11 +195,7 @@ pub fn copy_block_rows<E: Float, N: Size>(
         let row = band.query_within(query);
         lines.push(Line { batch: rows.batch, head: head as usize, row, exists: band.is_query(query) });
     }
-    if comptime!(blueprint.scores.storage == KvStorage::E4m3) {
-        copy_ordered(from, &lines, rows.to, comptime!(of_elements(wide, &blueprint)), count, blueprint);
-    } else {
-        copy_lines(from, &lines, rows.to, comptime!(of_elements(wide, &blueprint)), count, blueprint);
-    }
+    copy_lines(from, &lines, rows.to, comptime!(of_elements(wide, &blueprint)), count, blueprint);
 }
 
 /// A row that a thread copies, with others, to a line of a tile.
@@ -261,8 +256,9 @@ fn copy_lines<E: Float, N: Size>(
     }
 }
 
-/// Puts even columns of Q into the words of the first four places of each step, and odd ones into the last four, where [`copy_ordered()`] has
-/// put pairs of columns. `bytes` are those of all rows, from the shared address `at` on.
+/// Puts the columns of Q, step by step of 16, in the [order](super::e4m3) in which products with e4m3 sum them: of each four columns the even
+/// ones go to a word of the first vector and the odd ones to that of the second. `bytes` are those of all rows, from the shared address
+/// `at` on.
 #[cube]
 pub fn order_columns(at: u32, #[comptime] bytes: usize, #[comptime] blueprint: MmaBlueprint) {
     let (units, steps) = comptime!((blueprint.tile.units() as u32, bytes as u32 / 32));
@@ -276,43 +272,11 @@ pub fn order_columns(at: u32, #[comptime] bytes: usize, #[comptime] blueprint: M
             let (first, last) = (load_shared_quad(low), load_shared_quad(high));
             #[unroll]
             for word in 0..4usize {
-                let (a, b) = (*first.index(word), *last.index(word));
+                let of_half = if comptime!(word < 2) { &first } else { &last };
+                let pair = comptime!(2 * word % 4);
+                let (a, b) = (*of_half.index(pair), *of_half.index(comptime!(pair + 1)));
                 store_shared(low + comptime!(4 * word as u32), bytes_of(a, b, 0x5410u32));
                 store_shared(high + comptime!(4 * word as u32), bytes_of(a, b, 0x7632u32));
-            }
-        }
-    }
-}
-
-/// [`copy_lines()`] of Q, whose words are put in the [order](super::e4m3) of those of K. Rows are whole steps of 32 bytes.
-#[cube]
-fn copy_ordered<E: Float, N: Size>(
-    from: &RowsIn<E, N>,
-    lines: &Sequence<Line>,
-    to: u32,
-    #[comptime] wide: usize,
-    #[comptime] count: usize,
-    #[comptime] blueprint: MmaBlueprint,
-) {
-    let (line, vector) = (UNIT_POS / OF_LINE, UNIT_POS % OF_LINE);
-    let of_pass = comptime!(blueprint.tile.units() / OF_LINE as usize);
-    #[unroll]
-    for pass in 0..comptime!(passes(count, &blueprint)) {
-        let of_line = lines.index(pass);
-        let start = from.stride.at(of_line.batch, of_line.head, of_line.row) + vector as usize;
-        let row = &from.data[start..start + 1];
-        #[unroll]
-        for panel in 0..comptime!(wide.div_ceil(LINE)) {
-            let left = comptime!(((wide - panel * LINE) / VECTOR_BYTES) as u32);
-            let bytes = select(of_line.exists && vector < left, 4u32, 0u32);
-            let to = to + comptime!(((panel * count + pass * of_pass) * LINE) as u32);
-            #[unroll]
-            for word in 0..4usize {
-                // The words of an odd vector are the last four of their step, those after the first four in order.
-                let (of_step, in_vector) = comptime!((ordered_word(word) / 4, ordered_word(word) % 4));
-                let at = to + place(line, vector / 2 * 2 + comptime!(of_step as u32));
-                let at = at + vector % 2 * 8 + comptime!(4 * in_vector as u32);
-                copy_word(row, comptime!(panel * OF_LINE as usize * 4 + word), at, bytes);
             }
         }
     }
@@ -323,6 +287,6 @@ fn copy_ordered<E: Float, N: Size>(
 pub fn copy_words(from: &[u32], first: usize, to: u32, #[comptime] count: usize) {
     if UNIT_POS < comptime!(count as u32) {
         let start = first + UNIT_POS as usize;
-        copy_word(&from[start..start + 1], 0usize, to + UNIT_POS * 4, 4u32.runtime());
+        copy_word(&from[start..start + 1], to + UNIT_POS * 4, 4u32.runtime());
     }
 }

@@ -129,10 +129,7 @@ impl Blueprint {
 
     /// Bytes of an element of K and V.
     pub fn kv_size(&self) -> usize {
-        match self.storage {
-            KvStorage::Elements => self.dtype.size(),
-            KvStorage::E4m3 => 1,
-        }
+        self.storage.size(self.dtype)
     }
 
     /// Bytes of a tile of rows of K or V.

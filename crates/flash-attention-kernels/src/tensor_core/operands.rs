@@ -68,13 +68,20 @@ impl<E: Float, N: Size> RowsIn<E, N> {
         if comptime!(storage == KvStorage::E4m3) {
             let place = extras.place(batch, key);
             let page = self.stride.at(place.batch, head, 0u32);
-            let of_scale = page + comptime!(extras.page_size() * wide / VECTOR_BYTES);
+            let of_scale = page + scale_at(extras, wide);
             let words = load_words(&self.data[of_scale..of_scale + 1]);
             KeyRow { at: page + place.row as usize * self.stride.row, scale: f32::reinterpret(*words.index(0usize)) }
         } else {
             KeyRow { at: self.stride.of_key(extras, batch, head, key), scale: 1.0f32.runtime() }
         }
     }
+}
+
+/// Vector of the scale in a page of a head with `wide` columns in e4m3.
+#[cube]
+pub fn scale_at(extras: &Extras, #[comptime] wide: usize) -> usize {
+    let words = extras.pages.unwrap().scale_at(wide);
+    comptime!(words * 4 / VECTOR_BYTES).runtime()
 }
 
 /// An output `[B, H, S, D]` in 8-byte vectors.
