@@ -256,7 +256,7 @@ fn copy_lines<E: Float, N: Size>(
     }
 }
 
-/// Puts the columns of Q, step by step of 16, in the [order](super::e4m3) in which products with e4m3 sum them: of each four columns the even
+/// Puts the columns of Q, step by step of 16, in the [order](crate::mma::e4m3) in which products with e4m3 sum them: of each four columns the even
 /// ones go to a word of the first vector and the odd ones to that of the second. `bytes` are those of all rows, from the shared address
 /// `at` on.
 #[cube]
