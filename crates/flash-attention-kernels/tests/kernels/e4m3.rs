@@ -174,7 +174,7 @@ fn pages_that_are_not_finite() {
     case.tensors.k[(150 + 101) * 64] = f64::NAN;
     let case = case.with_pages(16).with_e4m3();
     // Rows that do not see them, some of which are computed again by themselves, are those of the oracle.
-    case.check(&client);
+    Case { wanted: [false; 7], ..case.clone() }.check(&client);
     let ran = case.run(&client).unwrap();
     for (row, o) in ran.o.chunks_exact(64).enumerate() {
         let sees = row % 40 + 110 - 20 <= 111;
