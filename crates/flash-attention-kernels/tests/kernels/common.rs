@@ -445,8 +445,14 @@ impl Case {
             None if self.page_size.is_some() => {}
             None => lanes::assert_kernel(kernel, dtype, decoding),
         }
+        let mut planned = match (self.tiles, self.page_size) {
+            (Some((_, backward)), _) => backward,
+            // Only forwards read pages. With tf32, lse must be of scores that are rounded as in the backward.
+            (None, Some(_)) => plan_with(client, p, kernel)?.backward,
+            (None, None) => self.plan(client)?.backward,
+        };
         let of_gradients = match self.page_size {
-            Some(_) if self.tiles.is_none() => self.plan(client)?.backward.dq.kernel(),
+            Some(_) if self.tiles.is_none() => planned.dq.kernel(),
             _ => lanes::kernel_of_gradients(kernel, dtype, decoding),
         };
 
@@ -484,10 +490,6 @@ impl Case {
         let plain = Scratch::empty(client, p);
         let stats = Guarded::output(client, Dtype::F32, plain.stats.shape, self.poison);
         let sums = plain.bias_sums.as_ref().map(|s| Guarded::output(client, Dtype::F32, s.shape, self.poison));
-        let mut planned = match self.tiles {
-            Some((_, backward)) => backward,
-            None => self.plan(client)?.backward,
-        };
         let can = of_gradients == Kernel::Hopper;
         if self.fused && can {
             planned.fused = fused_on(&Device::of(client), p);
