@@ -403,6 +403,11 @@ impl AttentionProblem {
         self.num_heads_q.checked_div(self.num_heads_kv).unwrap_or(1)
     }
 
+    /// Whether factors of products of matrix instructions are f32 that are rounded to tf32.
+    pub(crate) fn rounds_to_tf32(&self) -> bool {
+        self.dtype == Dtype::F32 && self.options.precision == Precision::Tf32
+    }
+
     /// The larger head dimension.
     pub(crate) fn widest(&self) -> usize {
         self.head_dim.max(self.head_dim_v)

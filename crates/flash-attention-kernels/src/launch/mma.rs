@@ -22,7 +22,7 @@ impl Call<'_> {
         let MmaTiles { tile, head_group } = tiles;
         let warps_k = tile.warps_k;
         let scores = Blueprint { pack_gqa, warps_k, ..self.plain_blueprint(role, tile.tile(), num_splits > 1) };
-        let blueprint = MmaBlueprint { tile, scores, products: tiling::mma::products(self.problem) };
+        let blueprint = MmaBlueprint { tile, scores, products: tiling::mma::products(self.case()) };
         let list = Gradient::Mma(tiles).list(role.is_transposed());
         let work = if pack_gqa {
             self.packed_work(list, head_group, num_splits)?

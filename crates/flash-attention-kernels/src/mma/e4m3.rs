@@ -1,4 +1,5 @@
-//! PTX of products with keys and values in [e4m3](mod@crate::e4m3), which become f16 or bf16 in registers.
+//! PTX of products with keys and values in [e4m3](mod@crate::e4m3), which become f16 in registers. Their scales are factors of scores and of
+//! weights ([`scales`](super::scales)).
 //!
 //! `ldmatrix` moves bytes in pairs. In place of a 16-bit element, a thread gets two bytes:
 //!
@@ -7,62 +8,45 @@
 //! V, transposed   columns 2c and 2c + 1 of its keys, of each 16 columns; c is the thread's number divided by 4
 //! ```
 //!
-//! Even and odd bytes become a word each. The order of the columns that a product sums over is free, and Q is put in that of K in shared
-//! memory ([`order_columns`](super::tiles::order_columns())). Even columns of V are multiplied by one product and odd ones by another, so
-//! that a thread accumulates columns `4u` to `4u + 3` of O.
+//! The order of the columns that a product sums over is free, and Q is put in that of K in shared memory
+//! ([`order_queries`](super::scales::order_queries())). Even columns of V are multiplied by one product and odd ones by another, so that a
+//! thread accumulates columns `4u` to `4u + 3` of O.
 //!
-//! A byte `s eeee mmm` at the right place of 16 bits is the f16 `2^-8 x` or the bf16 `2^-120 x`, subnormal numbers included. The product
-//! with `2^8` or `2^120` times the scale is exact.
+//! One instruction converts two bytes (`cvt.rn.f16x2.e4m3x2`, PTX ISA 8.7, section 9.7.9.21, from sm_89 on). Without it, a byte
+//! `s eeee mmm` at the right place of 16 bits is the f16 `2^-8 x`, subnormal numbers included: the missing factor is one of the scale.
 
-use super::Products;
 use super::products::{ColumnsOf, RowsOf, ahead, load, names, parts, sums};
 use crate::tensor_core::LINE;
 
-impl Products {
-    /// Bits of exponent and mantissa of both halves of a word, the distance of a byte's from there, and the factor that is missing.
-    fn fields(self) -> (u32, u32, f32) {
-        match self {
-            Products::F16 => (0x3F80_3F80, 1, 256.0),
-            Products::BF16 => (0x07F0_07F0, 4, f32::from_bits((120 + 127) << 23)),
-            Products::Tf32 | Products::Split => unreachable!("`tiling` multiplies e4m3 by f16 and bf16 only"),
-        }
-    }
-
-    /// Reads the scales of `count` times 16 rows from the shared address `at`, as factors of both halves of a word, `m0` and following.
-    fn factors(self, at: &str, count: usize) -> String {
-        let (.., missing) = self.fields();
-        let of = if self == Products::F16 { "f16x2" } else { "bf16x2" };
-        let one = |nth: usize| {
-            format!(
-                "ld.shared.f32 scale, [{at}+{}];\nmul.rn.f32 scale, scale, 0f{:08X};\ncvt.rn.{of}.f32 m{nth}, scale, scale;\n",
-                4 * nth,
-                missing.to_bits()
-            )
-        };
-        let registers = format!(".reg .f32 scale;\n.reg .b32 m<{count}>, bits, minus;\nmov.b32 minus, 0x80008000;\n");
-        registers + &(0..count).map(one).collect::<String>()
-    }
-
-    /// Converts the upper bytes of both halves of `from`, or the lower ones, to `to`, and multiplies them by `factor`.
-    fn widen(self, from: &str, upper: bool, to: &str, factor: &str) -> String {
-        let (mask, distance, _) = self.fields();
-        let of = if self == Products::F16 { "f16x2" } else { "bf16x2" };
-        let (magnitude, sign) = if upper {
-            (format!("shr.u32 bits, {from}, {distance};\n"), format!("mov.b32 {to}, {from};\n"))
-        } else {
-            (format!("shl.b32 bits, {from}, {};\n", 8 - distance), format!("shl.b32 {to}, {from}, 8;\n"))
-        };
-        // (to & 0x80008000) | bits
-        format!(
-            "{magnitude}and.b32 bits, bits, {mask};\n{sign}lop3.b32 {to}, {to}, minus, bits, 0xEA;\n\
-             fma.rn.{of} {to}, {to}, {factor}, minus;\n"
-        )
-    }
+/// Factor that numbers lack where [`widen()`] uses no instruction.
+pub fn missing(instruction: bool) -> f32 {
+    if instruction { 1.0 } else { 256.0 }
 }
 
-/// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()). The operands `a`, `b` and `scales` follow the sums.
-pub fn rows_with_rows(of: RowsOf) -> String {
-    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products, .. } = of;
+/// Converts the lower two bytes of `from` to the registers `to[0]` and the upper two to `to[1]`, as pairs of f16.
+fn widen(from: &str, to: &[String], instruction: bool) -> String {
+    if instruction {
+        let of = ["low", "high"].into_iter().zip(to).map(|(half, to)| format!("cvt.rn.f16x2.e4m3x2 {to}, {half};\n"));
+        return format!("mov.b32 {{low, high}}, {from};\n") + &of.collect::<String>();
+    }
+    // A byte of each half: the upper byte there, its magnitude one place lower.
+    let of = ["0x5040", "0x7060"].into_iter().zip(to).map(|(selector, to)| {
+        format!(
+            "prmt.b32 {to}, 0, {from}, {selector};\nshr.u32 bits, {to}, 1;\nand.b32 bits, bits, 0x3F803F80;\n\
+             lop3.b32 {to}, {to}, minus, bits, 0xEA;\n"
+        )
+    });
+    of.collect()
+}
+
+/// Declares the registers of [`widen()`].
+fn registers() -> &'static str {
+    ".reg .b16 low, high;\n.reg .b32 bits, minus;\nmov.b32 minus, 0x80008000;\n"
+}
+
+/// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()).
+pub fn rows_with_rows(of: RowsOf, instruction: bool) -> String {
+    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products } = of;
     let (steps, pairs) = (wide / 16, tile_k / 16);
     let count = groups * tile_k / 2;
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
@@ -86,9 +70,7 @@ pub fn rows_with_rows(of: RowsOf) -> String {
                 for eight in 0..2 {
                     let word = 4 * nth + 2 * eight + step % 2;
                     let wide = names("w", 2 * word, 2);
-                    for (odd, to) in [false, true].into_iter().zip(&wide) {
-                        text += &products.widen(&format!("b{word}"), odd, to, &format!("m{pair}"));
-                    }
+                    text += &widen(&format!("b{word}"), &wide, instruction);
                     for group in 0..groups {
                         let to = names("$", group * tile_k / 2 + 4 * (2 * pair + eight), 4);
                         text += &products.multiply(&to, &a(step, group), &wide, step > 0);
@@ -99,15 +81,15 @@ pub fn rows_with_rows(of: RowsOf) -> String {
         }
     }
     let read = 4 * steps.div_ceil(2) * pairs;
-    let registers = format!(".reg .b32 q<4>, k<4>, a<{}>, b<{read}>, w<{}>;\n", 4 * steps * groups, 2 * read);
+    let declared =
+        format!(".reg .b32 q<4>, k<4>, a<{}>, b<{read}>, w<{}>;\n{}", 4 * steps * groups, 2 * read, registers());
     let addresses = parts("q", &format!("${count}"), 0) + &parts("k", &format!("${}", count + 1), 0);
-    let factors = products.factors(&format!("${}", count + 2), pairs);
-    format!("{{\n{registers}{}{addresses}{factors}{}}}", sums(products, count), ahead(reads, multiplied, 3 - groups))
+    format!("{{\n{declared}{}{addresses}{}}}", sums(products, count), ahead(reads, multiplied, 3 - groups))
 }
 
-/// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()): as the one of 16-bit elements, with `scales` after the operand `b`.
-pub fn registers_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, lines, columns, products, .. } = of;
+/// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()).
+pub fn registers_with_columns(of: ColumnsOf, instruction: bool) -> String {
+    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
     let (steps, doubles) = (tile_k / 16, columns.div_ceil(32));
     let fragments = groups * columns;
     let last = fragments + groups * 4 * steps;
@@ -119,15 +101,18 @@ pub fn registers_with_columns(of: ColumnsOf) -> String {
             reads.push(load("b", nth, &format!("v{}", double % 4), offset, true));
             let mut text = String::new();
             for sixteen in (2 * double..2 * double + 2).filter(|sixteen| sixteen * 16 < columns) {
-                for odd in [false, true] {
-                    let first = 4 * nth + 2 * (sixteen % 2);
-                    let wide = names("w", 2 * first + 2 * usize::from(odd), 2);
-                    for (to, word) in wide.iter().zip(first..) {
-                        text += &products.widen(&format!("b{word}"), odd, to, &format!("m{step}"));
-                    }
+                // Of both words: the even column of two keys, then the odd one.
+                let first = 4 * nth + 2 * (sixteen % 2);
+                let words = [first, first + 1].map(|word| names("w", 2 * word, 2));
+                for (word, to) in (first..).zip(&words) {
+                    text += &format!("prmt.b32 b{word}, b{word}, 0, 0x3120;\n");
+                    text += &widen(&format!("b{word}"), to, instruction);
+                }
+                for odd in 0..2 {
+                    let wide = words.each_ref().map(|word| word[odd].clone());
                     for group in 0..groups {
                         let a = names("$", fragments + 4 * (group * steps + step), 4);
-                        let to = names("$", group * columns / 2 + 4 * (2 * sixteen + usize::from(odd)), 4);
+                        let to = names("$", group * columns / 2 + 4 * (2 * sixteen + odd), 4);
                         text += &products.multiply(&to, &a, &wide, true);
                     }
                 }
@@ -136,8 +121,7 @@ pub fn registers_with_columns(of: ColumnsOf) -> String {
         }
     }
     let read = 4 * steps * doubles;
-    let registers = format!(".reg .b32 v<4>, b<{read}>, w<{}>;\n", 2 * read);
+    let declared = format!(".reg .b32 v<4>, b<{read}>, w<{}>;\n{}", 2 * read, registers());
     let addresses = parts("v", &format!("${last}"), 0);
-    let factors = products.factors(&format!("${}", last + 1), steps);
-    format!("{{\n{registers}{addresses}{factors}{}}}", ahead(reads, multiplied, 3 - groups))
+    format!("{{\n{declared}{addresses}{}}}", ahead(reads, multiplied, 3 - groups))
 }

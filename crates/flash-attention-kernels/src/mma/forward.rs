@@ -15,15 +15,16 @@
 //! Few queries leave most of 64 rows empty. The four warps of a warpgroup then share 16 rows and divide the keys of each tile among them;
 //! their attentions are combined in the end ([`merge`](super::merge)).
 
-use super::MmaBlueprint;
+use super::e4m3::missing;
 use super::merge::merge_warps;
 use super::ops::{copies_commit, copies_wait, multiply_columns, multiply_rows};
 use super::output::write_rows;
+use super::scales::*;
 use super::tiles::*;
 use super::visits::VisitedTile;
-use crate::e4m3::KvStorage;
+use super::{MmaBlueprint, Products};
 use crate::fragment::{Scores, filled};
-use crate::ptx::shared_address;
+use crate::ptx::{load_shared, shared_address};
 use crate::tensor_core::combine::{Combination, combine_last};
 use crate::tensor_core::*;
 use cubecl::prelude::*;
@@ -61,7 +62,9 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let q_at = shared_address::<E>(&shared[0..1024]);
     let k_at = q_at + comptime!((scores.tile.warpgroups * scores.q_bytes()) as u32);
     let v_at = k_at + comptime!(tile.stages as u32 * k_bytes);
-    let tiles = KeyTiles { k: k_at, v: v_at, scales: v_at + comptime!(tile.stages as u32 * v_bytes) };
+    let scales_at = v_at + comptime!(tile.stages as u32 * v_bytes);
+    let tiles = KeyTiles { k: k_at, v: v_at, scales: scales_at };
+    let factors_at = scales_at + comptime!((tile.stages * scores.scales_bytes()) as u32);
 
     // -- the work tile
     let work = scheduler.work_tile(CUBE_POS as u32, 0u32, &inputs.band, &extras, scores);
@@ -104,10 +107,26 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         copies_commit();
     }
 
-    if comptime!(scores.storage == KvStorage::E4m3) {
+    // Factors of keys and values in e4m3, and of each group's two rows of Q.
+    let has_scales = comptime!(matches!(products, Products::E4m3 { .. }));
+    let missing = comptime!(if let Products::E4m3 { instruction } = products { missing(instruction) } else { 1.0 });
+    let mut unit = ValueUnit::first();
+    let mut row_factors = Sequence::<Sequence<f32>>::new();
+    if comptime!(has_scales) {
         copies_wait(comptime!(tile.stages - 2));
         sync_cube();
-        order_columns(q_at, comptime!(scores.tile.warpgroups * scores.q_bytes()), blueprint);
+        order_queries(q_at, factors_at, blueprint);
+        sync_cube();
+        #[unroll]
+        for group in 0..groups {
+            let mut of_group = Sequence::<f32>::new();
+            #[unroll]
+            for half in 0..comptime!(if blueprint.factor_bytes() > 0 { 2u32 } else { 0 }) {
+                let first = first_row + comptime!(group as u32 * tile.warpgroup_rows() as u32 + 8 * half);
+                of_group.push(f32::reinterpret(load_shared(factors_at + (first + warp_row + lane / 4) * 4)));
+            }
+            row_factors.push(of_group);
+        }
     }
 
     // -- addresses from which this thread reads operands
@@ -119,7 +138,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         + lane_of_rows(lane);
     let k_lane = k_at + warp_column * comptime!(LINE as u32) + lane_of_columns(lane);
     // Of the warp's keys.
-    let scales_at = tiles.scales + warp_column / comptime!(SCALED_KEYS as u32) * 4;
+    let scales_at = scales_at + warp_column / comptime!(SCALED_KEYS as u32) * 4;
     let v_lane = v_at + warp_column * comptime!(LINE as u32) + lane_of_sums(lane, products);
 
     let mut s = registers(groups, comptime!(of_warp.tile.tile_k / 2));
@@ -149,7 +168,18 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
         // -- S
         let scales = scales_at + stage * comptime!(scores.scales_bytes() as u32);
-        multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, scales, of_rows);
+        multiply_rows(&mut s, q_lane, k_lane + stage * k_bytes, of_rows);
+        let mut of_values = Sequence::<f32>::new();
+        if comptime!(has_scales) {
+            let of_keys = load_scales(scales, comptime!(of_warp.tile.tile_k), missing);
+            #[unroll]
+            for group in 0..groups {
+                scale_keys(s.index_mut(group), &of_keys, row_factors.index(group), comptime!(of_warp.tile.tile_k));
+            }
+            let scales = scales + comptime!(scores.scales_bytes() as u32 / 2);
+            let scales = load_scales(scales, comptime!(of_warp.tile.tile_k), missing);
+            unit.factors(&scales, &mut acc, &mut of_values, columns);
+        }
 
         // -- P
         let mut visit = visited.visit(step < edges.lead || step >= edges.tail, scores);
@@ -181,15 +211,21 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
                 let taken = rows.update(of_group, exponent, of_warp);
                 rows.rescale_o(&taken, of_group, acc.index_mut(group), of_warp);
             }
+            if comptime!(has_scales) {
+                scale_keys(s.index_mut(group), &of_values, &Sequence::new(), comptime!(of_warp.tile.tile_k));
+            }
             let kept = KeepMask::of(&extras.dropout, &of_tile, of_warp);
-            fragments_of(s.index(group), &kept, &mut p, comptime!(of_warp.tile.tile_k), dtype);
+            fragments_of(s.index(group), &kept, &mut p, comptime!(of_warp.tile.tile_k), comptime!(scores.weights()));
         }
 
         // -- O
-        let scales = scales + comptime!(scores.scales_bytes() as u32 / 2);
-        multiply_columns(&mut acc, &p, v_lane + stage * v_bytes, scales, of_columns);
+        multiply_columns(&mut acc, &p, v_lane + stage * v_bytes, of_columns);
         stage = select(stage == ahead, 0u32, stage + 1);
         visited.advance(entry_ahead, scores);
+    }
+
+    if comptime!(has_scales) {
+        unit.apply(&mut acc, columns);
     }
 
     // -- O / l and lse

@@ -107,8 +107,6 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut ds = registers(groups, comptime!(if differentiates { s_len } else { 0 }));
     let mut sum_k = registers(groups, comptime!(if differentiates { columns_dk / 2 } else { 0 }));
     let mut sum_v = registers(groups, comptime!(if sums_values { columns_dv / 2 } else { 0 }));
-    // K and V have no scales.
-    let none = 0u32.runtime();
     let mut stage = 0u32;
     let mut cursor = Cursor::new(&work, first);
     let all = steps_of_heads(&work, group, &extras, scores);
@@ -124,9 +122,9 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let v_tile = v_at + stage * v_bytes;
 
         // -- S and dP
-        multiply_rows(&mut s, q_lane, k_tile + columns, none, of_s);
+        multiply_rows(&mut s, q_lane, k_tile + columns, of_s);
         if comptime!(differentiates) {
-            multiply_rows(&mut ds, d_lane, v_tile + columns, none, of_dp);
+            multiply_rows(&mut ds, d_lane, v_tile + columns, of_dp);
         }
 
         // -- P and dS
@@ -170,10 +168,10 @@ pub fn gradient<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
 
         // -- dV, and dQ or dK
         if comptime!(sums_values) {
-            multiply_columns(&mut sum_v, &p, v_tile + summed, none, of_dv);
+            multiply_columns(&mut sum_v, &p, v_tile + summed, of_dv);
         }
         if comptime!(differentiates) {
-            multiply_columns(&mut sum_k, &g, k_tile + summed, none, of_dk);
+            multiply_columns(&mut sum_k, &g, k_tile + summed, of_dk);
         }
         stage ^= 1;
         cursor.move_to(&next, scores);

@@ -7,6 +7,7 @@
 //! visits    tiles that a thread block visits    ops       operations that CubeCL does not offer
 //! merge     attentions of warps with keys of    output    the end of a forward
 //!           their own                           e4m3      PTX of products with keys and values in 8 bits
+//! scales    factors of keys and values in 8 bits
 //! ```
 //!
 //! f32 is multiplied as tf32. Each value is split into two tf32, which keeps its precision, or rounded to one, where the user
@@ -33,10 +34,14 @@ pub mod output;
 #[cfg(feature = "cuda")]
 pub mod products;
 #[cfg(feature = "cuda")]
+pub mod scales;
+#[cfg(feature = "cuda")]
 pub mod tiles;
 #[cfg(feature = "cuda")]
 pub mod visits;
 
+use crate::dtype::Dtype;
+use crate::e4m3::KvStorage;
 use crate::tensor_core::{Blueprint, HopperTile, WARPGROUP_ROWS, WARPGROUP_UNITS};
 use serde::Serialize;
 
@@ -124,6 +129,11 @@ pub enum Products {
     F16,
     /// bf16.
     BF16,
+    /// Keys and values in e4m3, which become [f16](mod@crate::mma::e4m3), as queries and weights do.
+    E4m3 {
+        /// Whether there is an instruction for that. Before sm_89 there is none.
+        instruction: bool,
+    },
     /// f32, rounded to tf32.
     Tf32,
     /// f32 as the sum of two tf32, `x = big + small`, with `x y ≈ small big + big small + big big`. The term left out is 2^-22 of the
@@ -136,7 +146,7 @@ impl Products {
     /// Inner dimension of one product: 32 bytes of each operand.
     pub fn depth(self) -> usize {
         match self {
-            Products::F16 | Products::BF16 => 16,
+            Products::F16 | Products::BF16 | Products::E4m3 { .. } => 16,
             Products::Tf32 | Products::Split => 8,
         }
     }
@@ -181,6 +191,14 @@ impl MmaBlueprint {
         let scores = &self.scores;
         let rows = scores.tile.warpgroups * (scores.q_bytes() + scores.d_bytes());
         let stage = scores.k_bytes() + scores.v_bytes() + scores.scales_bytes() + 2 * scores.stats_bytes();
-        rows + self.tile.stages * stage
+        rows + self.tile.stages * stage + self.factor_bytes()
+    }
+
+    /// Bytes of the factors of rows of Q that have become f16.
+    pub fn factor_bytes(&self) -> usize {
+        match (self.scores.storage, self.scores.dtype) {
+            (KvStorage::E4m3, Dtype::BF16) => self.scores.rows() * size_of::<f32>(),
+            _ => 0,
+        }
     }
 }

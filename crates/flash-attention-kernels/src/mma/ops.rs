@@ -2,7 +2,6 @@
 //! become PTX.
 
 use super::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
-use crate::e4m3::KvStorage;
 use crate::ptx::asm::{effect, in_place, pointers, set};
 use cubecl::prelude::*;
 use cubecl_core::ir::Scope;
@@ -55,21 +54,13 @@ pub fn copies_wait(#[comptime] n: usize) {
 // -- products
 
 /// `acc = A · Bᵀ`. `a` and `b` are the shared addresses from which this thread reads the rows of A and B, at the offsets
-/// [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and [`lane_of_columns`](crate::mma::tiles::lane_of_columns()). `scales` is the shared
-/// address of the scales of B, if it has any.
+/// [`lane_of_rows`](crate::mma::tiles::lane_of_rows()) and [`lane_of_columns`](crate::mma::tiles::lane_of_columns()).
 #[cube]
-pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, scales: u32, #[comptime] of: RowsOf) {
+pub fn multiply_rows(acc: &mut Sequence<Array<f32>>, a: u32, b: u32, #[comptime] of: RowsOf) {
     intrinsic!(|scope| {
-        let mut args = vec![a.read_value(scope), b.read_value(scope)];
-        args.extend(scales_of(of.storage, scope, scales));
-        let others = vec!["r"; args.len()];
-        set(scope, &rows_with_rows(of), &others, &pointers_of_groups(scope, acc, of.tile_k / 2), args)
+        let args = vec![a.read_value(scope), b.read_value(scope)];
+        set(scope, &rows_with_rows(of), &["r"; 2], &pointers_of_groups(scope, acc, of.tile_k / 2), args)
     })
-}
-
-/// The address of scales as an operand, if there are any.
-fn scales_of(storage: KvStorage, scope: &Scope, scales: NativeExpand<u32>) -> Option<Value> {
-    (storage != KvStorage::Elements).then(|| scales.read_value(scope))
 }
 
 /// Pointers to the first `len` registers of each group.
@@ -78,19 +69,12 @@ fn pointers_of_groups(scope: &Scope, acc: &SequenceExpand<Array<f32>>, len: usiz
 }
 
 /// `acc += A · B`. `fragments` are those of A: for each group, those of all steps. `b` is the shared address from which this thread reads
-/// columns of B, at the offset [`lane_of_sums`](crate::mma::tiles::lane_of_sums()), and `scales` as for [`multiply_rows()`].
+/// columns of B, at the offset [`lane_of_sums`](crate::mma::tiles::lane_of_sums()).
 #[cube]
-pub fn multiply_columns(
-    acc: &mut Sequence<Array<f32>>,
-    fragments: &Sequence<u32>,
-    b: u32,
-    scales: u32,
-    #[comptime] of: ColumnsOf,
-) {
+pub fn multiply_columns(acc: &mut Sequence<Array<f32>>, fragments: &Sequence<u32>, b: u32, #[comptime] of: ColumnsOf) {
     intrinsic!(|scope| {
         let mut args: Vec<_> = fragments.iter_cloned().map(|x| x.read_value(scope)).collect();
         args.push(b.read_value(scope));
-        args.extend(scales_of(of.storage, scope, scales));
         let others = vec!["r"; args.len()];
         let registers = pointers_of_groups(scope, acc, of.columns / 2);
         in_place(scope, &registers_with_columns(of), &others, &registers, args)

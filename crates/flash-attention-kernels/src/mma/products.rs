@@ -2,7 +2,6 @@
 //! the layout of fragments in registers, in sections 9.7.14.5.8 (16-bit) and 9.7.14.5.7 (tf32).
 
 use super::{MmaBlueprint, MmaTile, Products, e4m3};
-use crate::e4m3::KvStorage;
 use crate::tensor_core::LINE;
 
 /// Operands of a product `A · Bᵀ`, of rows with rows.
@@ -22,8 +21,6 @@ pub struct RowsOf {
     pub wide: usize,
     /// Type of the operands.
     pub products: Products,
-    /// How the second operand is stored.
-    pub storage: KvStorage,
 }
 
 /// Operands of a product `A · B`, of registers with columns.
@@ -39,8 +36,6 @@ pub struct ColumnsOf {
     pub columns: usize,
     /// Type of the operands.
     pub products: Products,
-    /// How the second operand is stored.
-    pub storage: KvStorage,
 }
 
 impl MmaBlueprint {
@@ -48,15 +43,13 @@ impl MmaBlueprint {
     pub fn rows_of(&self, group_bytes: usize, wide: usize) -> RowsOf {
         let MmaTile { groups, tile_k: lines, warps_k, .. } = self.tile;
         let (row_lines, tile_k) = (self.tile.warpgroup_rows(), lines / warps_k);
-        let (products, storage) = (self.products, self.scores.storage);
-        RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products, storage }
+        RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products: self.products }
     }
 
     /// Operands of the product of registers with a tile of this number of columns.
     pub fn columns_of(&self, columns: usize) -> ColumnsOf {
         let MmaTile { groups, tile_k: lines, warps_k, .. } = self.tile;
-        let (products, storage) = (self.products, self.scores.storage);
-        ColumnsOf { groups, tile_k: lines / warps_k, lines, columns, products, storage }
+        ColumnsOf { groups, tile_k: lines / warps_k, lines, columns, products: self.products }
     }
 }
 
@@ -78,7 +71,7 @@ impl Products {
     /// which `mma.sync` truncates, has 11 bits less. The small part is not finite where the factor is not finite.
     fn ready(self, factor: &str) -> String {
         match self {
-            Products::F16 | Products::BF16 => String::new(),
+            Products::F16 | Products::BF16 | Products::E4m3 { .. } => String::new(),
             Products::Tf32 => format!("cvt.rna.tf32.f32 {factor}, {factor};\n"),
             Products::Split => format!(
                 "add.u32 big_{factor}, {factor}, 4096;\nand.b32 big_{factor}, big_{factor}, -8192;\nsub.rn.f32 {factor}, {factor}, \
@@ -90,7 +83,7 @@ impl Products {
     /// `sums = a · b`, or `sums += a · b` if `adds`.
     pub(super) fn multiply(self, sums: &[String], a: &[String], b: &[String], adds: bool) -> String {
         let (shape, of) = match self {
-            Products::F16 => ("m16n8k16", "f16"),
+            Products::F16 | Products::E4m3 { .. } => ("m16n8k16", "f16"),
             Products::BF16 => ("m16n8k16", "bf16"),
             Products::Tf32 | Products::Split => ("m16n8k8", "tf32"),
         };
@@ -145,14 +138,14 @@ pub(super) fn sums(products: Products, count: usize) -> String {
 
 /// PTX of [`multiply_rows`](crate::mma::ops::multiply_rows()). The operands `a` and `b` follow the sums.
 pub fn rows_with_rows(of: RowsOf) -> String {
-    match of.storage {
-        KvStorage::Elements => elements_with_rows(of),
-        KvStorage::E4m3 => e4m3::rows_with_rows(of),
+    match of.products {
+        Products::E4m3 { instruction } => e4m3::rows_with_rows(of, instruction),
+        _ => elements_with_rows(of),
     }
 }
 
 fn elements_with_rows(of: RowsOf) -> String {
-    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products, .. } = of;
+    let RowsOf { groups, group_bytes, row_lines, tile_k, lines, wide, products } = of;
     let (steps, pairs) = (wide.div_ceil(products.depth()), tile_k / 16);
     let count = groups * tile_k / 2;
     let (mut reads, mut multiplied) = (Vec::new(), Vec::new());
@@ -197,15 +190,15 @@ fn elements_with_rows(of: RowsOf) -> String {
 /// PTX of [`multiply_columns`](crate::mma::ops::multiply_columns()). The sums come first, as results and again as operands. Then follow
 /// each group's fragments of all steps, then the operand `b`.
 pub fn registers_with_columns(of: ColumnsOf) -> String {
-    match (of.storage, of.products) {
-        (KvStorage::E4m3, _) => e4m3::registers_with_columns(of),
-        (_, Products::F16 | Products::BF16) => halves_with_columns(of),
-        (_, Products::Tf32 | Products::Split) => words_with_columns(of),
+    match of.products {
+        Products::E4m3 { instruction } => e4m3::registers_with_columns(of, instruction),
+        Products::F16 | Products::BF16 => halves_with_columns(of),
+        Products::Tf32 | Products::Split => words_with_columns(of),
     }
 }
 
 fn halves_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, lines, columns, products, .. } = of;
+    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
     let (steps, pairs) = (tile_k / 16, columns.div_ceil(16));
     let fragments = groups * columns;
     let last = fragments + groups * 4 * steps;
@@ -234,7 +227,7 @@ fn halves_with_columns(of: ColumnsOf) -> String {
 /// PTX for 32-bit elements, which `ldmatrix` cannot transpose. The order of a sum is free, however. If the even lines are a fragment's
 /// first four rows, threads already hold their part of the first operand, and their reads of the second one are in different banks.
 fn words_with_columns(of: ColumnsOf) -> String {
-    let ColumnsOf { groups, tile_k, lines, columns, products, .. } = of;
+    let ColumnsOf { groups, tile_k, lines, columns, products } = of;
     let (steps, eights) = (tile_k / 8, columns / 8);
     let (fragments, count) = (groups * columns, groups * 4 * steps);
     let apart = products == Products::Split;

@@ -8,7 +8,6 @@ use super::{MmaBlueprint, Products};
 use crate::e4m3::KvStorage;
 use crate::extras::Extras;
 use crate::mask::Band;
-use crate::ptx::{bytes_of, load_shared_quad, store_shared};
 use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, WorkTile, scale_at};
 use cubecl::prelude::*;
 
@@ -45,11 +44,7 @@ pub fn lane_of_even_rows(lane: u32) -> u32 {
 /// Offset at which a thread reads a second operand whose rows are summed over.
 #[cube]
 pub fn lane_of_sums(lane: u32, #[comptime] products: Products) -> u32 {
-    if comptime!(matches!(products, Products::F16 | Products::BF16)) {
-        lane_of_rows(lane)
-    } else {
-        lane_of_even_rows(lane)
-    }
+    if comptime!(products.depth() == 16) { lane_of_rows(lane) } else { lane_of_even_rows(lane) }
 }
 
 /// Rows of a head that are copied.
@@ -252,32 +247,6 @@ fn copy_lines<E: Float, N: Size>(
             let offset = comptime!((panel * count + pass * of_pass) * LINE);
             let bytes = select(line.exists, bytes, 0u32);
             copy_vector(row, comptime!(panel * OF_LINE as usize), at, offset, bytes);
-        }
-    }
-}
-
-/// Puts the columns of Q, step by step of 16, in the [order](crate::mma::e4m3) in which products with e4m3 sum them: of each four columns the even
-/// ones go to a word of the first vector and the odd ones to that of the second. `bytes` are those of all rows, from the shared address
-/// `at` on.
-#[cube]
-pub fn order_columns(at: u32, #[comptime] bytes: usize, #[comptime] blueprint: MmaBlueprint) {
-    let (units, steps) = comptime!((blueprint.tile.units() as u32, bytes as u32 / 32));
-    #[unroll]
-    for pass in 0..comptime!(steps.div_ceil(units)) {
-        let step = UNIT_POS + pass * units;
-        if step < steps {
-            let low = at + place(step / 4, step % 4 * 2);
-            // The two vectors of a step are neighbours also after the swizzle.
-            let high = low ^ 16;
-            let (first, last) = (load_shared_quad(low), load_shared_quad(high));
-            #[unroll]
-            for word in 0..4usize {
-                let of_half = if comptime!(word < 2) { &first } else { &last };
-                let pair = comptime!(2 * word % 4);
-                let (a, b) = (*of_half.index(pair), *of_half.index(comptime!(pair + 1)));
-                store_shared(low + comptime!(4 * word as u32), bytes_of(a, b, 0x5410u32));
-                store_shared(high + comptime!(4 * word as u32), bytes_of(a, b, 0x7632u32));
-            }
         }
     }
 }

@@ -269,6 +269,14 @@ impl Blueprint {
         if self.differentiates() { WARPGROUP_ROWS * self.panels_v() * LINE } else { 0 }
     }
 
+    /// Type of the weights P in products.
+    pub fn weights(&self) -> Dtype {
+        match self.storage {
+            KvStorage::Elements => self.dtype,
+            KvStorage::E4m3 => Dtype::F16,
+        }
+    }
+
     /// Whether exponentials are relative to a reference maximum instead of the row maximum. This needs bf16, which has the
     /// range of f32, and no bias, slope or `score_mod`, since these may act as a mask.
     pub fn uses_reference_max(&self) -> bool {

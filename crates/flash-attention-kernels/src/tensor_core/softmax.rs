@@ -10,8 +10,11 @@ use crate::ptx::*;
 use crate::softmax::{HIDDEN, Rescale, raised, rounded_sum, softmax_backward};
 use cubecl::prelude::*;
 
-/// Largest per-thread sum of a tile's exponentials for which the reference maximum is kept.
-const KEPT: f32 = 65536.0;
+/// Largest per-thread sum of a tile's exponentials for which the reference maximum is kept, by the type of the weights: f16 must hold the
+/// product of a weight and the factor of its value's scale.
+fn kept(blueprint: &Blueprint) -> f32 {
+    if blueprint.weights() == Dtype::F16 { 256.0 } else { 65536.0 }
+}
 
 /// Largest such sum that can be rescaled: 2^120, because 2^-127 is not a normal number.
 const RESCALED: f32 = (1u128 << 120) as f32;
@@ -80,7 +83,7 @@ impl OnlineSoftmax {
         let taken = self.take(s, exponent, blueprint);
         if comptime!(blueprint.uses_reference_max()) && taken.needed {
             self.find_top(&*s, tile_k);
-            let _ = self.raise_reference(s, &taken, tile_k);
+            let _ = self.raise_reference(s, &taken, blueprint);
         }
     }
 
@@ -131,7 +134,7 @@ impl OnlineSoftmax {
         if taken.needed {
             if comptime!(blueprint.uses_reference_max()) {
                 self.find_top(&*s, tile_k);
-                let factors = self.raise_reference(s, taken, tile_k);
+                let factors = self.raise_reference(s, taken, blueprint);
                 scale_rows(o, &factors, o_len);
             } else {
                 scale_rows(o, &taken.x, o_len);
@@ -185,7 +188,8 @@ impl OnlineSoftmax {
             x[r] = exponentials(s, r, self.m[r], exponent, comptime!(blueprint.tile.tile_k));
             self.l[r] += x[r];
         }
-        let needed = plane_any(x[0] > KEPT || x[1] > KEPT);
+        let kept = comptime!(kept(&blueprint));
+        let needed = plane_any(x[0] > kept || x[1] > kept);
         Taken { x, needed }
     }
 
@@ -199,28 +203,28 @@ impl OnlineSoftmax {
 
     /// Raises the reference maximum of each row whose sum has become too large, independently of the warp's other rows. Returns
     /// the factors by which earlier results must be multiplied.
-    fn raise_reference(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] tile_k: usize) -> Array<f32> {
+    fn raise_reference(&mut self, s: &mut Array<f32>, taken: &Taken, #[comptime] blueprint: Blueprint) -> Array<f32> {
         let mut factors = Array::<f32>::new(2usize);
         #[unroll]
         for r in 0..2usize {
-            let growth = growth(taken.x[r]);
+            let growth = growth(taken.x[r], comptime!(kept(&blueprint)));
             factors[r] = ex2(-growth);
             self.m[r] += growth;
             self.l[r] = select(taken.x[r] > RESCALED, f32::INFINITY, self.l[r] * factors[r]);
             self.top[r] *= factors[r];
         }
-        scale_rows(s, &factors, comptime!(tile_k / 2));
+        scale_rows(s, &factors, comptime!(blueprint.tile.tile_k / 2));
         factors
     }
 }
 
 /// Amount by which a row's reference maximum must grow. `sum` is this thread's sum of the tile's exponentials. The result is 0
-/// unless the sum of one of the row's threads exceeds [`KEPT`].
+/// unless the sum of one of the row's threads exceeds `kept`.
 #[cube]
-fn growth(sum: f32) -> f32 {
+fn growth(sum: f32, #[comptime] kept: f32) -> f32 {
     let sum = max(sum, plane_shuffle_xor(sum, 1u32));
     let sum = max(sum, plane_shuffle_xor(sum, 2u32));
-    let grows = sum > KEPT && sum <= RESCALED;
+    let grows = sum > kept && sum <= RESCALED;
     select(grows, f32::floor(lg2(sum)), 0.0f32)
 }
 
@@ -321,9 +325,10 @@ impl RowEnd {
     ) -> RowEnd {
         let l = row_sum(l);
         let mut rounded = l;
-        if comptime!(blueprint.dtype != Dtype::F32) {
+        if comptime!(blueprint.weights() != Dtype::F32) {
             let largest = largest(top, m, exponent, blueprint);
-            let of_product = unpack(pack(largest, largest, blueprint.dtype), false, blueprint.dtype);
+            let weights = comptime!(blueprint.weights());
+            let of_product = unpack(pack(largest, largest, weights), false, weights);
             rounded = rounded_sum(l, largest, of_product);
         }
         if comptime!(counts) {

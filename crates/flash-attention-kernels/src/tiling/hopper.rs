@@ -11,7 +11,7 @@ use super::{
 use crate::dtype::Dtype;
 use crate::fragment::Role;
 use crate::hopper::{BiasTile, MAX_STAGES, dq_accum_columns};
-use crate::mma::{MmaTile, Products};
+use crate::mma::MmaTile;
 use crate::portable::tile::TileShape;
 use crate::problem::AttentionProblem;
 use crate::score::{Factor, Factors};
@@ -396,7 +396,7 @@ pub(crate) fn blueprint(problem: &AttentionProblem, role: Role, tile: HopperTile
         tile,
         dtype: problem.dtype,
         storage: problem.kv_storage(),
-        tf32: super::mma::products(problem) == Products::Tf32,
+        tf32: problem.rounds_to_tf32(),
         head_dim: problem.head_dim,
         head_dim_v: problem.head_dim_v,
         capped: problem.options.softcap.is_some(),

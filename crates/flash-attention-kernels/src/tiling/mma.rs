@@ -8,7 +8,7 @@ use crate::dtype::Dtype;
 use crate::e4m3::KvStorage;
 use crate::fragment::Role;
 use crate::mma::{MmaBlueprint, MmaTile, Products};
-use crate::problem::{AttentionProblem, Precision};
+use crate::problem::AttentionProblem;
 use crate::tensor_core::{Blueprint, VECTOR_BYTES};
 
 /// Tiles of the forward. The first row is chosen that fits the larger head dimension and the shared memory.
@@ -248,13 +248,13 @@ pub fn together(problem: &AttentionProblem) -> bool {
 
 /// The table of tiles for a role.
 fn rows(problem: &AttentionProblem, role: Role) -> &'static [(usize, MmaTile)] {
-    match (products(problem), role) {
-        (Products::F16 | Products::BF16, Role::Forward) => &FORWARD,
-        (Products::F16 | Products::BF16, Role::Dq) => &DQ,
-        (Products::F16 | Products::BF16, _) => &DKDV,
-        (Products::Split, Role::Forward) => &FORWARD_SPLIT,
-        (Products::Tf32, Role::Forward) => &FORWARD_TF32,
-        (Products::Split | Products::Tf32, _) => &GRADIENTS_F32,
+    match (problem.dtype, role) {
+        (Dtype::F16 | Dtype::BF16, Role::Forward) => &FORWARD,
+        (Dtype::F16 | Dtype::BF16, Role::Dq) => &DQ,
+        (Dtype::F16 | Dtype::BF16, _) => &DKDV,
+        (Dtype::F32, Role::Forward) if problem.rounds_to_tf32() => &FORWARD_TF32,
+        (Dtype::F32, Role::Forward) => &FORWARD_SPLIT,
+        (Dtype::F32, _) => &GRADIENTS_F32,
     }
 }
 
@@ -341,18 +341,20 @@ fn candidates(case: Case, role: Role) -> impl Iterator<Item = Result<MmaTiles, S
 }
 
 /// The blueprint of a kernel, assuming that the rows of a mask or bias differ.
-pub fn blueprint(problem: &AttentionProblem, role: Role, tile: MmaTile) -> MmaBlueprint {
-    let scores = Blueprint { warps_k: tile.warps_k, ..hopper::blueprint(problem, role, tile.tile(), false) };
-    MmaBlueprint { tile, scores, products: products(problem) }
+pub fn blueprint(case: Case, role: Role, tile: MmaTile) -> MmaBlueprint {
+    let scores = Blueprint { warps_k: tile.warps_k, ..hopper::blueprint(case.problem, role, tile.tile(), false) };
+    MmaBlueprint { tile, scores, products: products(case) }
 }
 
 /// The kind of matrix products.
-pub fn products(problem: &AttentionProblem) -> Products {
-    match (problem.dtype, problem.options.precision) {
-        (Dtype::F16, _) => Products::F16,
-        (Dtype::BF16, _) => Products::BF16,
-        (Dtype::F32, Precision::Full) => Products::Split,
-        (Dtype::F32, Precision::Tf32) => Products::Tf32,
+pub fn products(Case { device, problem }: Case) -> Products {
+    match (problem.kv_storage(), problem.dtype) {
+        // CubeCL does not tell of conversions of e4m3. What has products of warpgroups has them.
+        (KvStorage::E4m3, _) => Products::E4m3 { instruction: device.wgmma },
+        (_, Dtype::F16) => Products::F16,
+        (_, Dtype::BF16) => Products::BF16,
+        (_, Dtype::F32) if problem.rounds_to_tf32() => Products::Tf32,
+        (_, Dtype::F32) => Products::Split,
     }
 }
 
@@ -399,7 +401,7 @@ pub fn check(Case { device, problem }: Case, role: Role, plan: MmaForward) -> Re
         format!("tiles of {}×{} do not divide the blocks of a block mask", list.rows, list.columns)
     })?;
     list.check_words(problem)?;
-    let blueprint = blueprint(problem, role, tile);
+    let blueprint = blueprint(Case { device, problem }, role, tile);
     let scores = &blueprint.scores;
     require(!role.is_transposed() || scores.stats_multiple.is_multiple_of(tile.tile_k), || {
         format!(

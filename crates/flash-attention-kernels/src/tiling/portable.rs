@@ -3,7 +3,6 @@
 use super::{Case, Device, Kernel, PassedOver};
 use crate::error::{AttentionError, Result};
 use crate::fragment::{Role, Vec4, WIDTH};
-use crate::mma::Products;
 use crate::portable::Blueprint;
 use crate::portable::dbias::Sums;
 use crate::portable::tile::TileShape;
@@ -136,7 +135,7 @@ pub(crate) fn blueprint_beside(
     tile: TileShape,
     factor: Factor,
 ) -> Blueprint {
-    let tf32 = kernel == Kernel::Mma && super::mma::products(problem) == Products::Tf32;
+    let tf32 = kernel == Kernel::Mma && problem.rounds_to_tf32();
     Blueprint { tf32, factor, ..blueprint(problem, Role::Dq, tile) }
 }
 

@@ -101,17 +101,19 @@ fn look_at_scores(
     problem: &AttentionProblem,
     shared_memory: usize,
 ) -> usize {
-    let (products, needed): (_, &[_]) = match (problem.dtype, problem.options.precision) {
-        (Dtype::F32, Precision::Full) => {
+    let halves = "ldmatrix.sync.aligned.m8n8.x4.trans";
+    let (products, needed): (_, &[_]) = match (problem.kv_storage(), problem.dtype, problem.options.precision) {
+        (KvStorage::E4m3, ..) => {
+            (Products::E4m3 { instruction: false }, &["m16n8k16.row.col.f32.f16.f16.f32", halves, "lop3.b32"])
+        }
+        (_, Dtype::F32, Precision::Full) => {
             (Products::Split, &["m16n8k8.row.col.f32.tf32.tf32.f32", "ld.shared.b32", "add.rn.f32"])
         }
-        (Dtype::F32, Precision::Tf32) => (Products::Tf32, &["m16n8k8.row.col.f32.tf32.tf32.f32", "cvt.rna.tf32.f32"]),
-        (Dtype::F16, _) => {
-            (Products::F16, &["m16n8k16.row.col.f32.f16.f16.f32", "ldmatrix.sync.aligned.m8n8.x4.trans"])
+        (_, Dtype::F32, Precision::Tf32) => {
+            (Products::Tf32, &["m16n8k8.row.col.f32.tf32.tf32.f32", "cvt.rna.tf32.f32"])
         }
-        (Dtype::BF16, _) => {
-            (Products::BF16, &["m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync.aligned.m8n8.x4.trans"])
-        }
+        (_, Dtype::F16, _) => (Products::F16, &["m16n8k16.row.col.f32.f16.f16.f32", halves]),
+        (_, Dtype::BF16, _) => (Products::BF16, &["m16n8k16.row.col.f32.bf16.bf16.f32", halves]),
         other => panic!("the test does not know the products of {other:?}"),
     };
     let blueprint = MmaBlueprint { tile, scores, products };
@@ -120,6 +122,11 @@ fn look_at_scores(
     let mut most = 0;
     for (arch, called) in [(SmArch::new(80, false), "sm_80"), (SmArch::new(90, true), "sm_90a")] {
         let start = Instant::now();
+        let (mut blueprint, mut needed) = (blueprint, needed);
+        if called == "sm_90a" && matches!(products, Products::E4m3 { .. }) {
+            blueprint.products = Products::E4m3 { instruction: true };
+            needed = &["cvt.rn.f16x2.e4m3x2"];
+        }
         let ptx = ptx(blueprint, problem, arch);
         let compiled = start.elapsed().as_millis();
         keep(&format!("{name}.{called}"), &ptx);

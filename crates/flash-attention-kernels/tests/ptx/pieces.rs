@@ -1,7 +1,8 @@
 //! Runs the inline PTX of products on a simulated warp, thread by thread, with 32-bit registers and shared memory in bytes.
 
-use flash_attention_kernels::KvStorage;
+use flash_attention_kernels::e4m3::decode;
 use flash_attention_kernels::mma::Products;
+use flash_attention_kernels::mma::e4m3::missing;
 use flash_attention_kernels::mma::products::{ColumnsOf, RowsOf, registers_with_columns, rows_with_rows};
 use flash_attention_kernels::mma::tiles::{lane_of_columns, lane_of_rows, lane_of_sums, place};
 use flash_attention_kernels::tensor_core::LINE;
@@ -35,10 +36,27 @@ fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
             let (at, offset) = rest.split_once('[').unwrap().1.trim_end_matches(']').split_once('+').unwrap();
             (at, offset.parse::<u32>().unwrap())
         };
+        let value = |unit: &Registers, operand: &str| match operand.strip_prefix("0x") {
+            Some(digits) => u32::from_str_radix(digits, 16).unwrap(),
+            None => operand.parse().unwrap_or_else(|_| unit[operand]),
+        };
         // Instructions of a single thread.
         let alone: Option<&dyn Fn(&Registers) -> u32> = match name {
             "xor.b32" => Some(&|unit| unit[of[1]] ^ of[2].parse::<u32>().unwrap()),
-            "and.b32" => Some(&|unit| unit[of[1]] & of[2].parse::<i32>().unwrap() as u32),
+            "and.b32" if of[2].starts_with('-') => Some(&|unit| unit[of[1]] & of[2].parse::<i32>().unwrap() as u32),
+            "and.b32" => Some(&|unit| unit[of[1]] & value(unit, of[2])),
+            "shr.u32" => Some(&|unit| unit[of[1]] >> value(unit, of[2])),
+            // (a & b) | c
+            "lop3.b32" if of[4] == "0xEA" => Some(&|unit| unit[of[1]] & unit[of[2]] | unit[of[3]]),
+            "prmt.b32" => Some(&|unit| {
+                let bytes = u64::from(value(unit, of[2])) << 32 | u64::from(value(unit, of[1]));
+                let selected = |nth: u32| bytes >> (8 * (value(unit, of[3]) >> (4 * nth) & 7)) & 0xff;
+                (0..4).map(|nth| (selected(nth) as u32) << (8 * nth)).sum()
+            }),
+            "cvt.rn.f16x2.e4m3x2" => Some(&|unit| {
+                let half = |nth: u32| f16::from_f32(decode((unit[of[1]] >> (8 * nth)) as u8)).to_bits();
+                u32::from(half(1)) << 16 | u32::from(half(0))
+            }),
             "add.u32" => Some(&|unit| unit[of[1]].wrapping_add(of[2].parse().unwrap())),
             "add.rn.f32" => Some(&|unit| (f32::from_bits(unit[of[1]]) + f32::from_bits(unit[of[2]])).to_bits()),
             "sub.rn.f32" => Some(&|unit| (f32::from_bits(unit[of[1]]) - f32::from_bits(unit[of[2]])).to_bits()),
@@ -46,7 +64,7 @@ fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
                 bits if !f32::from_bits(bits).is_finite() => bits,
                 bits => (bits + 0x1000) & !0x1fff,
             }),
-            "mov.b32" => Some(&|unit| unit[of[1]]),
+            "mov.b32" if lists.is_empty() => Some(&|unit| value(unit, of[1])),
             "mov.f32" => Some(&|_| 0),
             "ld.shared.b32" => Some(&|unit| word((unit[address().0] + address().1) as usize)),
             _ => None,
@@ -55,6 +73,11 @@ fn run(text: &str, shared: &[u8], units: &mut [Registers]) {
             for unit in units.iter_mut() {
                 let value = result(unit);
                 unit.insert(of[0].into(), value);
+            }
+        } else if name == "mov.b32" {
+            for unit in units.iter_mut() {
+                let [low, high] = [0, 16].map(|shift| unit[of[2]] >> shift & 0xffff);
+                unit.extend([(lists[0][0].into(), low), (lists[0][1].into(), high)]);
             }
         } else if name.starts_with("ldmatrix") {
             let (at, offset) = address();
@@ -115,7 +138,7 @@ fn value(products: Products, seed: usize, row: usize, column: usize) -> f64 {
 
 fn put(products: Products, to: &mut [u8], value: f64) {
     match products {
-        Products::F16 => to.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+        Products::F16 | Products::E4m3 { .. } => to.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
         Products::BF16 => to.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
         Products::Tf32 | Products::Split => to.copy_from_slice(&(value as f32).to_le_bytes()),
     }
@@ -136,7 +159,7 @@ fn rows(products: Products, shared: &mut [u8], lines: usize, wide: usize, of: im
 /// Tolerance of a sum whose terms have this total size.
 fn tolerance(products: Products, size: f64) -> f64 {
     match products {
-        Products::F16 | Products::BF16 => 0.0,
+        Products::F16 | Products::BF16 | Products::E4m3 { .. } => 0.0,
         Products::Tf32 => size * 2f64.powi(-10),
         Products::Split => size * 2f64.powi(-21),
     }
@@ -153,8 +176,7 @@ fn rows_are_multiplied_with_rows() {
     for (products, (groups, tile_k, wide)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
         let panels = wide.div_ceil(LINE / bytes(products));
         let group_bytes = 64 * panels * LINE;
-        let storage = KvStorage::Elements;
-        let of = RowsOf { groups, group_bytes, row_lines: 64, tile_k, lines: tile_k, wide, products, storage };
+        let of = RowsOf { groups, group_bytes, row_lines: 64, tile_k, lines: tile_k, wide, products };
         let padded = wide.next_multiple_of(products.depth());
         let k_at = groups * group_bytes;
         let mut shared = vec![NOTHING; k_at + tile_k * panels * LINE];
@@ -194,8 +216,7 @@ fn rows_are_multiplied_with_rows() {
 fn registers_are_multiplied_with_columns() {
     let shapes = [(2, 64, 128usize), (1, 32, 256), (2, 16, 72), (1, 48, 8), (1, 64, 104)];
     for (products, (groups, tile_k, columns)) in ALL.into_iter().flat_map(|of| shapes.map(|shape| (of, shape))) {
-        let storage = KvStorage::Elements;
-        let of = ColumnsOf { groups, tile_k, lines: tile_k, columns, products, storage };
+        let of = ColumnsOf { groups, tile_k, lines: tile_k, columns, products };
         let panels = columns.div_ceil(LINE / bytes(products));
         let mut shared = vec![NOTHING; tile_k * panels * LINE];
         rows(products, &mut shared, tile_k, columns, |row, column| value(products, 2, row, column));
@@ -247,7 +268,7 @@ fn registers_are_multiplied_with_columns() {
 #[test]
 fn splitting_keeps_nan_and_infinity() {
     for products in [Products::Tf32, Products::Split] {
-        let of = ColumnsOf { groups: 1, tile_k: 16, lines: 16, columns: 8, products, storage: KvStorage::Elements };
+        let of = ColumnsOf { groups: 1, tile_k: 16, lines: 16, columns: 8, products };
         for lost in [f32::NAN.to_bits(), 0x7fff_ffff, 0xffff_ffff, f32::INFINITY.to_bits(), f32::NEG_INFINITY.to_bits()]
         {
             let mut shared = vec![NOTHING; 16 * LINE];
@@ -264,6 +285,77 @@ fn splitting_keeps_nan_and_infinity() {
             run(&registers_with_columns(of), &shared, &mut units);
             let sum = f32::from_bits(units[0]["$0"]);
             assert!(!sum.is_finite(), "{products:?} of {lost:x} gives {sum}");
+        }
+    }
+}
+
+/// A code of e4m3: any but those of NaN.
+fn code(seed: usize, row: usize, column: usize) -> u8 {
+    let drawn = ((row * 31 + column * 17 + seed * 7) * 2654435761 % 4294967296 / 65536 % 254) as u8;
+    if drawn >= 0x7f { drawn + 1 } else { drawn }
+}
+
+/// Rows of codes in shared memory, swizzled as the kernels' copies write them.
+fn codes(shared: &mut [u8], lines: usize, wide: usize, seed: usize) {
+    for (line, column) in (0..lines).flat_map(|line| (0..wide).map(move |column| (line, column))) {
+        let byte = column % LINE;
+        let at = column / LINE * lines * LINE + place(line as u32, (byte / 16) as u32) as usize + byte % 16;
+        shared[at] = code(seed, line, column);
+    }
+}
+
+/// Keys and values in e4m3, converted with an instruction and without. The latter lacks a factor.
+#[test]
+fn e4m3_becomes_f16() {
+    for instruction in [true, false] {
+        let (products, factor) = (Products::E4m3 { instruction }, f64::from(missing(instruction)));
+        let (tile_k, lines, wide) = (32, 64, 144);
+        let of = RowsOf { groups: 1, group_bytes: 0, row_lines: 16, tile_k, lines, wide, products };
+        let k_at = 16 * 3 * LINE;
+        let mut shared = vec![NOTHING; k_at + 2 * lines * LINE];
+        // Q in the order of K: words 2u and 2u + 1 of 16 columns are word u of the first and the second vector.
+        let column = |place: usize| place / 16 * 16 + place % 8 / 2 * 4 + place % 16 / 8 * 2 + place % 2;
+        let q = |row: usize, column: usize| value(Products::F16, 0, row, column);
+        rows(Products::F16, &mut shared, 16, wide, |row, place| q(row, column(place)));
+        codes(&mut shared[k_at..], lines, wide, 1);
+        let mut units: Vec<Registers> = (0..32u32)
+            .map(|lane| {
+                let k = k_at as u32 + lane_of_columns(lane);
+                HashMap::from([("$16".into(), lane_of_rows(lane)), ("$17".into(), k)])
+            })
+            .collect();
+        run(&rows_with_rows(of), &shared, &mut units);
+        for (lane, n) in (0..32).flat_map(|lane| (0..16).map(move |n| (lane, n))) {
+            let (row, key) = (lane / 4 + n % 4 / 2 * 8, n / 4 * 8 + lane % 4 * 2 + n % 2);
+            let want: f64 = (0..wide).map(|d| q(row, d) * f64::from(decode(code(1, key, d)))).sum();
+            let got = f64::from(f32::from_bits(units[lane][&format!("${n}")])) * factor;
+            assert!((got - want).abs() <= want.abs() * 1e-6, "{instruction}, {lane}, {n}: {got}, {want}");
+        }
+
+        let columns = 80;
+        let of = ColumnsOf { groups: 1, tile_k, lines, columns, products };
+        codes(&mut shared, lines, columns, 2);
+        let weight = |row: usize, key: usize| value(Products::F16, 3, row, key);
+        let mut units: Vec<Registers> = (0..32usize)
+            .map(|lane| {
+                let words = (0..8).map(|word| {
+                    let (row, key) = (lane / 4 + word % 2 * 8, word / 2 * 8 + lane % 4 * 2);
+                    let [low, high] = [key, key + 1].map(|key| f16::from_f64(weight(row, key)).to_bits());
+                    (format!("${}", columns + word), u32::from(high) << 16 | u32::from(low))
+                });
+                let sums = (0..columns / 2).map(|n| (format!("${n}"), 0));
+                let at = (format!("${}", columns + 8), lane_of_sums(lane as u32, products));
+                words.chain(sums).chain([at]).collect()
+            })
+            .collect();
+        run(&registers_with_columns(of), &shared, &mut units);
+        for (lane, n) in (0..32).flat_map(|lane| (0..columns / 2).map(move |n| (lane, n))) {
+            // A thread has four neighbouring columns of each 16.
+            let row = lane / 4 + n % 4 / 2 * 8;
+            let column = n / 8 * 16 + lane % 4 * 4 + n % 2 * 2 + n / 4 % 2;
+            let want: f64 = (0..tile_k).map(|key| weight(row, key) * f64::from(decode(code(2, key, column)))).sum();
+            let got = f64::from(f32::from_bits(units[lane][&format!("${n}")])) * factor;
+            assert!((got - want).abs() <= want.abs() * 1e-6, "{instruction}, {lane}, {n}: {got}, {want}");
         }
     }
 }

@@ -450,6 +450,9 @@ fn of_conversion(to: &str, from: &str, has: &impl Fn(&str) -> bool) -> Option<Al
         ("f16x2", "f32") if has("rn") => lanes2(|a: f32, b: f32| u32::from(to_f16(a)) << 16 | u32::from(to_f16(b))),
         ("bf16x2", "f32") if has("rn") => lanes2(|a: f32, b: f32| u32::from(to_bf16(a)) << 16 | u32::from(to_bf16(b))),
         ("tf32", "f32") if has("rna") => lanes1(to_tf32),
+        ("f16x2", "e4m3x2") if has("rn") => {
+            lanes1(|a: u16| u32::from(e4m3_to_f16((a >> 8) as u8)) << 16 | u32::from(e4m3_to_f16(a as u8)))
+        }
         _ => return None,
     })
 }

@@ -68,6 +68,18 @@ pub fn to_tf32(x: f32) -> u32 {
     bits.wrapping_add(0x1000) & 0xFFFF_E000
 }
 
+/// e4m3 as f16, which represents all of its numbers.
+#[inline(always)]
+pub fn e4m3_to_f16(code: u8) -> u16 {
+    let magnitude = code & 0x7F;
+    let value = match (magnitude >> 3, magnitude & 7) {
+        (15, 7) => f32::NAN,
+        (0, fraction) => f32::from(fraction) * 2f32.powi(-9),
+        (exponent, fraction) => f32::from(8 + fraction) * 2f32.powi(i32::from(exponent) - 10),
+    };
+    to_f16(if code & 0x80 == 0 { value } else { -value })
+}
+
 /// Replaces a subnormal number by zero.
 #[inline(always)]
 pub fn flush(x: f32) -> f32 {
