@@ -46,7 +46,11 @@ impl PageTable {
 
     /// Where a key is. A page that does not exist counts as the last one.
     pub fn place(&self, batch: usize, key: u32) -> KeyPlace {
-        let page = min(self.page(batch, key), self.num_pages - 1);
+        self.place_in(min(self.page(batch, key), self.num_pages - 1), key)
+    }
+
+    /// Where a key is whose page is known.
+    pub fn place_in(&self, page: u32, key: u32) -> KeyPlace {
         KeyPlace { batch: page as usize, row: key % comptime!(self.page_size) }
     }
 

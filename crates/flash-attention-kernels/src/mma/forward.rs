@@ -94,15 +94,16 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let rows = CopiedRows { batch, head: work.head as usize, first, to };
         copy_block_rows(&sources.q, &rows, block, &band, head_dim, blueprint);
     }
-    copy_keys(&sources, &extras, &work, visited.start(scores), tiles, blueprint);
+    let start = visited.start(scores);
+    copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start), tiles, blueprint);
     copies_commit();
     // Tiles that are on the way while one is multiplied.
     let ahead = comptime!(tile.stages as u32 - 1);
     #[unroll]
     for nth in 1..ahead {
         if nth < steps {
-            let to = tiles.stage(nth.runtime(), scores);
-            copy_keys(&sources, &extras, &work, visited.start_after(nth, scores), to, blueprint);
+            let (start, to) = (visited.start_after(nth, scores), tiles.stage(nth.runtime(), scores));
+            copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start), to, blueprint);
         }
         copies_commit();
     }
@@ -149,6 +150,8 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         softmax.push(OnlineSoftmax::uninitialised());
     }
     let mut stage = 0u32;
+    // Of the tile that is copied next, read a step before.
+    let mut pages = pages_of_tile(&extras, &work, visited.start_after(ahead, scores));
     for step in 0..steps {
         // This tile has been copied, and all warps have finished the previous one.
         copies_wait(comptime!(tile.stages - 2));
@@ -157,12 +160,16 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // The stage of the previous tile is free.
         let free = select(stage == 0, ahead, stage - 1);
         if step + ahead < steps {
-            let first = if comptime!(ahead == 1) {
+            let first = if comptime!(scores.sparse) {
                 visited.start_ahead(entry_ahead, scores)
             } else {
                 visited.start_after(ahead, scores)
             };
-            copy_keys(&sources, &extras, &work, first, tiles.stage(free, scores), blueprint);
+            if comptime!(scores.sparse) {
+                pages = pages_of_tile(&extras, &work, first);
+            }
+            copy_keys(&sources, &extras, &work, first, pages, tiles.stage(free, scores), blueprint);
+            pages = pages_of_tile(&extras, &work, visited.start_after(comptime!(ahead + 1), scores));
         }
         copies_commit();
 

@@ -8,6 +8,7 @@ use super::{MmaBlueprint, Products};
 use crate::e4m3::KvStorage;
 use crate::extras::Extras;
 use crate::mask::Band;
+use crate::pages::KeyPlace;
 use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, WorkTile, scale_at};
 use cubecl::prelude::*;
 
@@ -116,59 +117,71 @@ impl KeyTiles {
     }
 }
 
-/// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses. Keys may be in pages. They are looked up
-/// before the first copy, which the compiler moves no read past.
+/// The page of key `first + 16 n` of a tile, where `n` is the number of the thread in its warp: 16 keys are in one page.
+#[cube]
+pub fn pages_of_tile(extras: &Extras, work: &WorkTile, first: u32) -> u32 {
+    if comptime!(extras.pages.is_some()) {
+        let key = work.band.key_within(first + UNIT_POS % 32 * comptime!(SCALED_KEYS as u32), 1u32);
+        extras.place(work.batch as usize, key).batch as u32
+    } else {
+        0u32.runtime()
+    }
+}
+
+/// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses. `pages` are those of
+/// [`pages_of_tile()`], read before: copies would wait for them.
 #[cube]
 pub fn copy_keys<E: Float, N: Size>(
     sources: &Sources<E, N>,
     extras: &Extras,
     work: &WorkTile,
     first: u32,
+    pages: u32,
     to: KeyTiles,
     #[comptime] blueprint: MmaBlueprint,
 ) {
     let (batch, head, band) = (work.batch as usize, work.head_kv as usize, work.band);
     let scores = comptime!(blueprint.scores);
     let (k_row, v_row) = comptime!((scores.head_dim * scores.kv_size(), scores.head_dim_v * scores.kv_size()));
-    let mut lines = Sequence::<Line>::new();
     #[unroll]
     for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
-        let key = first + own_line(pass, blueprint);
-        let place = extras.place(batch, band.key_within(key, 1u32));
-        lines.push(Line { batch: place.batch, head, row: place.row, exists: band.is_key(key) });
+        let line = own_line(pass, blueprint);
+        let key = first + line;
+        let (within, exists) = (band.key_within(key, 1u32), band.is_key(key));
+        let place = if comptime!(extras.pages.is_some()) {
+            let page = plane_shuffle(pages, line / comptime!(SCALED_KEYS as u32));
+            extras.pages.unwrap().place_in(page, within)
+        } else {
+            KeyPlace { batch, row: within }
+        };
+        let line = Line { batch: place.batch, head, row: place.row, exists };
+        copy_line(&sources.k, line, pass, to.k, k_row, blueprint.tile.tile_k, blueprint);
+        copy_line(&sources.v, line, pass, to.v, v_row, blueprint.tile.tile_k, blueprint);
     }
-    copy_lines(&sources.k, &lines, to.k, k_row, blueprint.tile.tile_k, blueprint);
-    copy_lines(&sources.v, &lines, to.v, v_row, blueprint.tile.tile_k, blueprint);
     if comptime!(scores.storage == KvStorage::E4m3) {
         let of_v = to.scales + comptime!(scores.scales_bytes() as u32 / 2);
-        // Of the threads that copy the first of the keys that share a scale, one copies that of K and one that of V.
-        copy_scales(&sources.k, extras, &lines, 0u32, to.scales, k_row, blueprint);
-        copy_scales(&sources.v, extras, &lines, 1u32, of_v, v_row, blueprint);
+        let exists = band.is_key(first + UNIT_POS % 32 * comptime!(SCALED_KEYS as u32));
+        let line = Line { batch: pages as usize, head, row: 0u32.runtime(), exists };
+        copy_scale(&sources.k, extras, line, 0u32, to.scales, k_row, blueprint);
+        copy_scale(&sources.v, extras, line, 1u32, of_v, v_row, blueprint);
     }
 }
 
-/// Starts the copies of the scales of lines of `row` bytes by their threads of number `by`, to the shared address `to`.
+/// Starts the copies of the scales of a tile to the shared address `to`, each by the thread of warp `by` that has its page.
 #[cube]
-fn copy_scales<E: Float, N: Size>(
+fn copy_scale<E: Float, N: Size>(
     from: &RowsIn<E, N>,
     extras: &Extras,
-    lines: &Sequence<Line>,
+    of: Line,
     by: u32,
     to: u32,
     #[comptime] row: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    let scaled = comptime!(SCALED_KEYS as u32);
-    let of_pass = comptime!(blueprint.tile.units() as u32 / OF_LINE);
-    let line = own_line(0usize, blueprint);
-    if line & (scaled - 1) == 0 && UNIT_POS % OF_LINE == by {
-        #[unroll]
-        for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
-            let Line { batch, head, exists, .. } = *lines.index(pass);
-            let at = from.stride.at(batch, head, 0u32) + scale_at(extras, row);
-            let to = to + line / scaled * 4 + comptime!(pass as u32 * of_pass / scaled * 4);
-            copy_word(&from.data[at..at + 1], to, select(exists, 4u32, 0u32));
-        }
+    let (warp, lane) = (UNIT_POS / 32, UNIT_POS % 32);
+    if warp == by && lane < comptime!((blueprint.tile.tile_k / SCALED_KEYS) as u32) {
+        let at = from.stride.at(of.batch, of.head, of.row) + scale_at(extras, row);
+        copy_word(&from.data[at..at + 1], to + lane * 4, select(of.exists, 4u32, 0u32));
     }
 }
 
@@ -217,7 +230,7 @@ fn own_line(#[comptime] pass: usize, #[comptime] blueprint: MmaBlueprint) -> u32
     UNIT_POS / OF_LINE + comptime!((pass * blueprint.tile.units() / OF_LINE as usize) as u32)
 }
 
-/// Starts the copy of the first `wide` bytes of this thread's lines, of `count` in all, to the shared address `to`.
+/// Starts the copies of the first `wide` bytes of this thread's lines, of `count` in all, to the shared address `to`.
 #[cube]
 fn copy_lines<E: Float, N: Size>(
     from: &RowsIn<E, N>,
@@ -227,27 +240,40 @@ fn copy_lines<E: Float, N: Size>(
     #[comptime] count: usize,
     #[comptime] blueprint: MmaBlueprint,
 ) {
+    #[unroll]
+    for pass in 0..comptime!(passes(count, &blueprint)) {
+        copy_line(from, *lines.index(pass), pass, to, wide, count, blueprint);
+    }
+}
+
+/// [`copy_lines()`] for the line of a pass.
+#[cube]
+fn copy_line<E: Float, N: Size>(
+    from: &RowsIn<E, N>,
+    line: Line,
+    #[comptime] pass: usize,
+    to: u32,
+    #[comptime] wide: usize,
+    #[comptime] count: usize,
+    #[comptime] blueprint: MmaBlueprint,
+) {
     let vector = UNIT_POS % OF_LINE;
     let at = to + place(UNIT_POS / OF_LINE, vector);
     let of_pass = comptime!(blueprint.tile.units() / OF_LINE as usize);
+    let start = from.stride.at(line.batch, line.head, line.row) + vector as usize;
+    let row = &from.data[start..start + 1];
     #[unroll]
-    for pass in 0..comptime!(passes(count, &blueprint)) {
-        let line = lines.index(pass);
-        let start = from.stride.at(line.batch, line.head, line.row) + vector as usize;
-        let row = &from.data[start..start + 1];
-        #[unroll]
-        for panel in 0..comptime!(wide.div_ceil(LINE)) {
-            // Bytes of the row from the start of this panel on.
-            let left = comptime!((wide - panel * LINE) as u32);
-            let bytes = if comptime!(left >= LINE as u32) {
-                16u32.runtime()
-            } else {
-                min(max(left.runtime(), vector * 16) - vector * 16, 16u32)
-            };
-            let offset = comptime!((panel * count + pass * of_pass) * LINE);
-            let bytes = select(line.exists, bytes, 0u32);
-            copy_vector(row, comptime!(panel * OF_LINE as usize), at, offset, bytes);
-        }
+    for panel in 0..comptime!(wide.div_ceil(LINE)) {
+        // Bytes of the row from the start of this panel on.
+        let left = comptime!((wide - panel * LINE) as u32);
+        let bytes = if comptime!(left >= LINE as u32) {
+            16u32.runtime()
+        } else {
+            min(max(left.runtime(), vector * 16) - vector * 16, 16u32)
+        };
+        let offset = comptime!((panel * count + pass * of_pass) * LINE);
+        let bytes = select(line.exists, bytes, 0u32);
+        copy_vector(row, comptime!(panel * OF_LINE as usize), at, offset, bytes);
     }
 }
 
