@@ -18,7 +18,7 @@
 use super::products::{ColumnsOf, RowsOf, ahead, load, names, parts, sums};
 use crate::tensor_core::LINE;
 
-/// Factor that numbers lack where [`widen()`] uses no instruction.
+/// Factor that f16 lack where no `instruction` converts them.
 pub fn missing(instruction: bool) -> f32 {
     if instruction { 1.0 } else { 256.0 }
 }

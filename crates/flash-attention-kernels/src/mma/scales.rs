@@ -33,7 +33,7 @@ const HIGHEST: u32 = 14;
 const SMALLEST: u32 = 15;
 
 /// Prepares the rows of Q for products with e4m3, from the shared address `at` on. Their columns, step by step of 16, get the
-/// [order](super::e4m3) in which these products sum them: of each two words the first one goes to the first vector and the second one to the
+/// [order](mod@crate::mma::e4m3) in which these products sum them: of each two words the first one goes to the first vector and the second one to the
 /// second. Elements in bf16 become f16, divided by factors that are written to the shared address `factors`, one for each row.
 #[cube]
 pub fn order_queries(at: u32, factors: u32, #[comptime] blueprint: MmaBlueprint) {
@@ -52,7 +52,7 @@ pub fn order_queries(at: u32, factors: u32, #[comptime] blueprint: MmaBlueprint)
             if comptime!(converts) {
                 let exponent = exponent_of_row(low, blueprint);
                 multiplier = f32::reinterpret((comptime!(2 * 127 + HIGHEST) - exponent) << 23);
-                if part % 4 == 0 {
+                if part & 3 == 0 {
                     store_shared(factors + row * 4, (exponent - HIGHEST) << 23);
                 }
             }
@@ -124,12 +124,13 @@ pub fn load_scales(at: u32, #[comptime] keys: usize, #[comptime] missing: f32) -
 /// Multiplies the columns of a thread's two rows of scores or weights by the factors of their keys, and the rows by factors of their own.
 #[cube]
 pub fn scale_keys(s: &mut Array<f32>, scales: &Sequence<f32>, rows: &Sequence<f32>, #[comptime] keys: usize) {
+    let of_rows = comptime!(rows.len());
     #[unroll]
     for sixteen in 0..comptime!(keys / SCALED_KEYS) {
         let scale = *scales.index(sixteen);
         #[unroll]
         for row in 0..2usize {
-            let factor = if comptime!(rows.len() > 0) { scale * *rows.index(row) } else { scale };
+            let factor = if comptime!(of_rows > 0) { scale * *rows.index(row) } else { scale };
             #[unroll]
             for n in 0..4usize {
                 s[comptime!(8 * sixteen + n / 2 * 4 + 2 * row + n % 2)] *= factor;
