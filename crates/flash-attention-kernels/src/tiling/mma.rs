@@ -36,6 +36,18 @@ const FORWARD: [(usize, MmaTile); 7] = [
     (256, shape(1, 1, 32)),
 ];
 
+/// Tiles of the forward over keys and values in e4m3, chosen in the same way. Conversions take registers of their own.
+///
+/// ```text
+/// head_dim  queries: warpgroups × groups  keys  registers: O, S       of   shared memory
+/// 64        1 × 2                         64    2 × 32 + 2 × 32       246  49 KiB
+/// 128       1 × 2                         32    2 × 64 + 2 × 16       241  49 KiB
+/// ```
+///
+/// Larger head dimensions use the rows of 16-bit elements.
+const FORWARD_E4M3: [(usize, MmaTile); 7] =
+    [(64, shape(1, 2, 64)), (128, shape(1, 2, 32)), FORWARD[2], FORWARD[3], FORWARD[4], FORWARD[5], FORWARD[6]];
+
 /// Tiles of `dq`, chosen in the same way.
 ///
 /// ```text
@@ -249,6 +261,7 @@ pub fn together(problem: &AttentionProblem) -> bool {
 /// The table of tiles for a role.
 fn rows(problem: &AttentionProblem, role: Role) -> &'static [(usize, MmaTile)] {
     match (problem.dtype, role) {
+        (Dtype::F16 | Dtype::BF16, Role::Forward) if problem.kv_storage() == KvStorage::E4m3 => &FORWARD_E4M3,
         (Dtype::F16 | Dtype::BF16, Role::Forward) => &FORWARD,
         (Dtype::F16 | Dtype::BF16, Role::Dq) => &DQ,
         (Dtype::F16 | Dtype::BF16, _) => &DKDV,

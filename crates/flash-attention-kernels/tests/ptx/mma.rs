@@ -257,6 +257,26 @@ fn every_head_dimension_is_products_of_warps() {
     }
 }
 
+/// A prompt over pages in e4m3, whose tiles have more than 64 rows.
+#[test]
+fn prompts_over_e4m3_are_products_of_warps() {
+    for (head_dim, dtype, memory) in [
+        (64, Dtype::BF16, SMALL),
+        (128, Dtype::BF16, SMALL),
+        (128, Dtype::F16, SMALL),
+        (192, Dtype::BF16, HOPPER),
+        (256, Dtype::BF16, HOPPER),
+    ] {
+        let pages = decoding(head_dim, dtype, 256).with_page_table(&[2, 256], 600, 16).unwrap();
+        let problem = pages.with_kv_storage(KvStorage::E4m3).unwrap();
+        let plan = plan_on(&before_hopper(memory), &problem).unwrap();
+        let Forward::Mma(MmaForward { tiles, pack_gqa: false, .. }) = plan.forward else { panic!("{plan}") };
+        let name = format!("d{head_dim}_{}_prompt_e4m3", dtype.name());
+        let most = look_at(&name, Role::Forward, tiles.tile, &problem, memory);
+        assert!(most <= SPILLS, "{name}: {most} bytes of spills, more than {SPILLS}");
+    }
+}
+
 #[test]
 fn every_device_has_tiles() {
     for (called, shared_memory) in [("ampere", AMPERE), ("small", SMALL)] {
