@@ -150,8 +150,11 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         softmax.push(OnlineSoftmax::uninitialised());
     }
     let mut stage = 0u32;
-    // Of the tile that is copied next, read a step before.
-    let mut pages = pages_of_tile(&extras, &work, visited.start_after(ahead, scores));
+    // Pages of the tile that is copied next, read a step before. With a block mask, which tile that is has not been read yet.
+    let mut pages = 0u32.runtime();
+    if comptime!(!scores.sparse) {
+        pages = pages_of_tile(&extras, &work, visited.start_after(ahead, scores));
+    }
     for step in 0..steps {
         // This tile has been copied, and all warps have finished the previous one.
         copies_wait(comptime!(tile.stages - 2));
@@ -160,16 +163,14 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         // The stage of the previous tile is free.
         let free = select(stage == 0, ahead, stage - 1);
         if step + ahead < steps {
-            let first = if comptime!(scores.sparse) {
-                visited.start_ahead(entry_ahead, scores)
-            } else {
-                visited.start_after(ahead, scores)
-            };
+            let to = tiles.stage(free, scores);
             if comptime!(scores.sparse) {
-                pages = pages_of_tile(&extras, &work, first);
+                let first = visited.start_ahead(entry_ahead, scores);
+                copy_keys(&sources, &extras, &work, first, pages_of_tile(&extras, &work, first), to, blueprint);
+            } else {
+                copy_keys(&sources, &extras, &work, visited.start_after(ahead, scores), pages, to, blueprint);
+                pages = pages_of_tile(&extras, &work, visited.start_after(comptime!(ahead + 1), scores));
             }
-            copy_keys(&sources, &extras, &work, first, pages, tiles.stage(free, scores), blueprint);
-            pages = pages_of_tile(&extras, &work, visited.start_after(comptime!(ahead + 1), scores));
         }
         copies_commit();
 

@@ -5,8 +5,8 @@
 //! O = u Σ_j (s_j / u) P_ij V_j            s_j: scale of the page of value j                 u: unit of the accumulator
 //! ```
 //!
-//! Weights are f16 in products. The unit is chosen so that `s / u` is at least 1 for the largest scale of a tile: weights down to 2^-24 count
-//! that are relative to the row's maximum. It follows the scales of the tiles and hardly ever changes.
+//! Weights are f16 in products. The unit keeps `s / u` at 1 or more for the largest scale of a tile, so that f16 represents weights down to 2^-24
+//! of the row's reference maximum. The unit follows the scales of the tiles and hardly ever changes.
 
 use super::MmaBlueprint;
 use super::tiles::place;
@@ -33,14 +33,14 @@ const HIGHEST: u32 = 14;
 const SMALLEST: u32 = 15;
 
 /// Prepares the rows of Q for products with e4m3, from the shared address `at` on. Their columns, step by step of 16, get the
-/// [order](mod@crate::mma::e4m3) in which these products sum them: of each two words the first one goes to the first vector and the second one to the
-/// second. Elements in bf16 become f16, divided by factors that are written to the shared address `factors`, one for each row.
+/// [order](mod@crate::mma::e4m3) in which these products sum them: of each two words the first one goes to the first vector and the second
+/// one to the second. Elements in bf16 become f16, divided by factors that are written to the shared address `factors`, one for each row.
 #[cube]
 pub fn order_queries(at: u32, factors: u32, #[comptime] blueprint: MmaBlueprint) {
     let scores = comptime!(blueprint.scores);
     let (units, parts) = comptime!((blueprint.tile.units() as u32, 4 * scores.rows() as u32));
     let (lines, panels) = comptime!((scores.warpgroup_rows() as u32, scores.panels()));
-    let converts = comptime!(scores.dtype == Dtype::BF16);
+    let converts = comptime!(blueprint.factor_bytes() > 0);
     // Four threads have the steps of a row in each panel.
     #[unroll]
     for pass in 0..comptime!(parts.div_ceil(units)) {
