@@ -86,6 +86,14 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let edges = band.edges(work.q_start, work.k_last, comptime!(tile.tile_q() as u32), comptime!(tile_k as u32));
 
     // -- the first copies
+    // Tiles that are on the way while one is multiplied.
+    let ahead = comptime!(tile.stages as u32 - 1);
+    // Pages of these and of the next one, all read before any is waited for. With a block mask, which tiles they are has not been read yet.
+    let mut pages_of = Sequence::<u32>::new();
+    #[unroll]
+    for nth in 0..comptime!(if scores.sparse { 0 } else { tile.stages as u32 }) {
+        pages_of.push(pages_of_tile(&extras, &work, visited.start_after(nth, scores)));
+    }
     let head_dim = comptime!(scores.head_dim);
     #[unroll]
     for group in 0..comptime!(scores.tile.warpgroups as u32) {
@@ -94,16 +102,18 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         let rows = CopiedRows { batch, head: work.head as usize, first, to };
         copy_block_rows(&sources.q, &rows, block, &band, head_dim, blueprint);
     }
-    let start = visited.start(scores);
-    copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start), tiles, blueprint);
+    if comptime!(scores.sparse) {
+        let start = visited.start(scores);
+        copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start), tiles, blueprint);
+    } else {
+        copy_keys(&sources, &extras, &work, visited.start(scores), *pages_of.index(0), tiles, blueprint);
+    }
     copies_commit();
-    // Tiles that are on the way while one is multiplied.
-    let ahead = comptime!(tile.stages as u32 - 1);
     #[unroll]
     for nth in 1..ahead {
         if nth < steps {
             let (start, to) = (visited.start_after(nth, scores), tiles.stage(nth.runtime(), scores));
-            copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start), to, blueprint);
+            copy_keys(&sources, &extras, &work, start, *pages_of.index(nth as usize), to, blueprint);
         }
         copies_commit();
     }
@@ -150,10 +160,10 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
         softmax.push(OnlineSoftmax::uninitialised());
     }
     let mut stage = 0u32;
-    // Pages of the tile that is copied next, read a step before. With a block mask, which tile that is has not been read yet.
+    // Pages of the tile that is copied next, read a step before.
     let mut pages = 0u32.runtime();
     if comptime!(!scores.sparse) {
-        pages = pages_of_tile(&extras, &work, visited.start_after(ahead, scores));
+        pages = *pages_of.index(ahead as usize);
     }
     for step in 0..steps {
         // This tile has been copied, and all warps have finished the previous one.
