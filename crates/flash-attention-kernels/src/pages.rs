@@ -44,9 +44,14 @@ impl PageTable {
         self.pages[batch * self.sequence_stride + nth * self.page_stride]
     }
 
-    /// Where a key is. A page that does not exist counts as the last one.
+    /// A page of the pool. One that does not exist counts as the last one.
+    pub fn existing(&self, page: u32) -> u32 {
+        min(page, self.num_pages - 1)
+    }
+
+    /// Where a key is.
     pub fn place(&self, batch: usize, key: u32) -> KeyPlace {
-        self.place_in(min(self.page(batch, key), self.num_pages - 1), key)
+        self.place_in(self.existing(self.page(batch, key)), key)
     }
 
     /// Where a key is whose page is known.

@@ -92,7 +92,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     let mut pages_of = Sequence::<u32>::new();
     #[unroll]
     for nth in 0..comptime!(if scores.sparse { 0 } else { tile.stages as u32 }) {
-        pages_of.push(pages_of_tile(&extras, &work, visited.start_after(nth, scores)));
+        pages_of.push(pages_of_tile(&extras, &work, visited.start_after(nth, scores), blueprint));
     }
     let head_dim = comptime!(scores.head_dim);
     #[unroll]
@@ -104,7 +104,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     }
     if comptime!(scores.sparse) {
         let start = visited.start(scores);
-        copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start), tiles, blueprint);
+        copy_keys(&sources, &extras, &work, start, pages_of_tile(&extras, &work, start, blueprint), tiles, blueprint);
     } else {
         copy_keys(&sources, &extras, &work, visited.start(scores), *pages_of.index(0), tiles, blueprint);
     }
@@ -176,13 +176,16 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
             let to = tiles.stage(free, scores);
             if comptime!(scores.sparse) {
                 let first = visited.start_ahead(entry_ahead, scores);
-                copy_keys(&sources, &extras, &work, first, pages_of_tile(&extras, &work, first), to, blueprint);
+                let of_tile = pages_of_tile(&extras, &work, first, blueprint);
+                copy_keys(&sources, &extras, &work, first, of_tile, to, blueprint);
             } else {
                 copy_keys(&sources, &extras, &work, visited.start_after(ahead, scores), pages, to, blueprint);
-                pages = pages_of_tile(&extras, &work, visited.start_after(comptime!(ahead + 1), scores));
             }
         }
         copies_commit();
+        if comptime!(!scores.sparse) {
+            pages = pages_of_tile(&extras, &work, visited.start_after(comptime!(ahead + 1), scores), blueprint);
+        }
 
         // -- S
         let scales = scales_at + stage * comptime!(scores.scales_bytes() as u32);

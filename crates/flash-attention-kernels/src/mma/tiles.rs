@@ -117,12 +117,14 @@ impl KeyTiles {
     }
 }
 
-/// The page of key `first + 16 n` of a tile, where `n` is the number of the thread in its warp: 16 keys are in one page.
+/// The page of key `first + 16 n` of a tile, as the table has it, where `n` is the number of the thread modulo that of 16 keys in a tile: these
+/// are in one page.
 #[cube]
-pub fn pages_of_tile(extras: &Extras, work: &WorkTile, first: u32) -> u32 {
+pub fn pages_of_tile(extras: &Extras, work: &WorkTile, first: u32, #[comptime] blueprint: MmaBlueprint) -> u32 {
     if comptime!(extras.pages.is_some()) {
-        let key = work.band.key_within(first + UNIT_POS % 32 * comptime!(SCALED_KEYS as u32), 1u32);
-        extras.place(work.batch as usize, key).batch as u32
+        let scaled = comptime!(SCALED_KEYS as u32);
+        let nth = UNIT_POS % comptime!(blueprint.tile.tile_k as u32 / scaled);
+        extras.pages.unwrap().page(work.batch as usize, work.band.key_within(first + nth * scaled, 1u32))
     } else {
         0u32.runtime()
     }
@@ -143,13 +145,17 @@ pub fn copy_keys<E: Float, N: Size>(
     let (batch, head, band) = (work.batch as usize, work.head_kv as usize, work.band);
     let scores = comptime!(blueprint.scores);
     let (k_row, v_row) = comptime!((scores.head_dim * scores.kv_size(), scores.head_dim_v * scores.kv_size()));
+    let mut existing = pages;
+    if comptime!(extras.pages.is_some()) {
+        existing = extras.pages.unwrap().existing(pages);
+    }
     #[unroll]
     for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
         let line = own_line(pass, blueprint);
         let key = first + line;
         let (within, exists) = (band.key_within(key, 1u32), band.is_key(key));
         let place = if comptime!(extras.pages.is_some()) {
-            let page = plane_shuffle(pages, line / comptime!(SCALED_KEYS as u32));
+            let page = plane_shuffle(existing, line / comptime!(SCALED_KEYS as u32));
             extras.pages.unwrap().place_in(page, within)
         } else {
             KeyPlace { batch, row: within }
@@ -161,7 +167,7 @@ pub fn copy_keys<E: Float, N: Size>(
     if comptime!(scores.storage == KvStorage::E4m3) {
         let of_v = to.scales + comptime!(scores.scales_bytes() as u32 / 2);
         let exists = band.is_key(first + UNIT_POS % 32 * comptime!(SCALED_KEYS as u32));
-        let line = Line { batch: pages as usize, head, row: 0u32.runtime(), exists };
+        let line = Line { batch: existing as usize, head, row: 0u32.runtime(), exists };
         copy_scale(&sources.k, extras, line, 0u32, to.scales, k_row, blueprint);
         copy_scale(&sources.v, extras, line, 1u32, of_v, v_row, blueprint);
     }
