@@ -88,7 +88,7 @@ pub fn forward<E: Float, M: Numeric, N: Size, NB: Size, NM: Size>(
     // -- the first copies
     // Tiles that are on the way while one is multiplied.
     let ahead = comptime!(tile.stages as u32 - 1);
-    // Pages of these and of the next one, all read before any is waited for. With a block mask, which tiles they are has not been read yet.
+    // In e4m3, pages of these and of the next one, all read before any is waited for. With a block mask, which tiles they are is not known yet.
     let mut pages_of = Sequence::<u32>::new();
     #[unroll]
     for nth in 0..comptime!(if scores.sparse { 0 } else { tile.stages as u32 }) {

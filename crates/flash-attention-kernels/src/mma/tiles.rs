@@ -8,7 +8,6 @@ use super::{MmaBlueprint, Products};
 use crate::e4m3::KvStorage;
 use crate::extras::Extras;
 use crate::mask::Band;
-use crate::pages::KeyPlace;
 use crate::tensor_core::{BlockRows, Blueprint, LINE, RowOf, RowsIn, SCALED_KEYS, Sources, WorkTile, scale_at};
 use cubecl::prelude::*;
 
@@ -117,11 +116,11 @@ impl KeyTiles {
     }
 }
 
-/// The page of key `first + 16 n` of a tile, as the table has it, where `n` is the number of the thread modulo that of 16 keys in a tile: these
-/// are in one page.
+/// The page of key `first + 16 n` of a tile in e4m3, as the table has it, where `n` is the number of the thread modulo that of 16 keys in a
+/// tile: these are in one page.
 #[cube]
 pub fn pages_of_tile(extras: &Extras, work: &WorkTile, first: u32, #[comptime] blueprint: MmaBlueprint) -> u32 {
-    if comptime!(extras.pages.is_some()) {
+    if comptime!(blueprint.scores.storage == KvStorage::E4m3) {
         let scaled = comptime!(SCALED_KEYS as u32);
         let nth = UNIT_POS % comptime!(blueprint.tile.tile_k as u32 / scaled);
         extras.pages.unwrap().page(work.batch as usize, work.band.key_within(first + nth * scaled, 1u32))
@@ -130,8 +129,10 @@ pub fn pages_of_tile(extras: &Extras, work: &WorkTile, first: u32, #[comptime] b
     }
 }
 
-/// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses. `pages` are those of
-/// [`pages_of_tile()`], read before: copies would wait for them.
+/// Starts the copies of a tile of K and of V, from key `first` on, to these shared addresses. `pages` are those of [`pages_of_tile()`].
+///
+/// Instructions limit attention over e4m3, so that its copies should not wait for pages. Elements of 16 and 32 bits leave time for this: each
+/// thread looks up the keys that it copies, all before the first copy, which the compiler moves no read past.
 #[cube]
 pub fn copy_keys<E: Float, N: Size>(
     sources: &Sources<E, N>,
@@ -142,35 +143,60 @@ pub fn copy_keys<E: Float, N: Size>(
     to: KeyTiles,
     #[comptime] blueprint: MmaBlueprint,
 ) {
-    let (batch, head, band) = (work.batch as usize, work.head_kv as usize, work.band);
-    let scores = comptime!(blueprint.scores);
-    let (k_row, v_row) = comptime!((scores.head_dim * scores.kv_size(), scores.head_dim_v * scores.kv_size()));
-    let mut existing = pages;
-    if comptime!(extras.pages.is_some()) {
-        existing = extras.pages.unwrap().existing(pages);
+    if comptime!(blueprint.scores.storage == KvStorage::E4m3) {
+        copy_e4m3(sources, extras, work, first, extras.pages.unwrap().existing(pages), to, blueprint);
+    } else {
+        let (batch, head, band) = (work.batch as usize, work.head_kv as usize, work.band);
+        let (tile_k, k_row, v_row) = comptime!((blueprint.tile.tile_k, k_row(&blueprint), v_row(&blueprint)));
+        let mut lines = Sequence::<Line>::new();
+        #[unroll]
+        for pass in 0..comptime!(passes(tile_k, &blueprint)) {
+            let key = first + own_line(pass, blueprint);
+            let place = extras.place(batch, band.key_within(key, 1u32));
+            lines.push(Line { batch: place.batch, head, row: place.row, exists: band.is_key(key) });
+        }
+        copy_lines(&sources.k, &lines, to.k, k_row, tile_k, blueprint);
+        copy_lines(&sources.v, &lines, to.v, v_row, tile_k, blueprint);
     }
+}
+
+/// [`copy_keys()`] in e4m3, from pages that exist.
+#[cube]
+fn copy_e4m3<E: Float, N: Size>(
+    sources: &Sources<E, N>,
+    extras: &Extras,
+    work: &WorkTile,
+    first: u32,
+    pages: u32,
+    to: KeyTiles,
+    #[comptime] blueprint: MmaBlueprint,
+) {
+    let (head, band) = (work.head_kv as usize, work.band);
+    let (tile_k, k_row, v_row) = comptime!((blueprint.tile.tile_k, k_row(&blueprint), v_row(&blueprint)));
     #[unroll]
-    for pass in 0..comptime!(passes(blueprint.tile.tile_k, &blueprint)) {
+    for pass in 0..comptime!(passes(tile_k, &blueprint)) {
         let line = own_line(pass, blueprint);
-        let key = first + line;
-        let (within, exists) = (band.key_within(key, 1u32), band.is_key(key));
-        let place = if comptime!(extras.pages.is_some()) {
-            let page = plane_shuffle(existing, line / comptime!(SCALED_KEYS as u32));
-            extras.pages.unwrap().place_in(page, within)
-        } else {
-            KeyPlace { batch, row: within }
-        };
-        let line = Line { batch: place.batch, head, row: place.row, exists };
-        copy_line(&sources.k, line, pass, to.k, k_row, blueprint.tile.tile_k, blueprint);
-        copy_line(&sources.v, line, pass, to.v, v_row, blueprint.tile.tile_k, blueprint);
+        let page = plane_shuffle(pages, line / comptime!(SCALED_KEYS as u32));
+        let place = extras.pages.unwrap().place_in(page, band.key_within(first + line, 1u32));
+        let line = Line { batch: place.batch, head, row: place.row, exists: band.is_key(first + line) };
+        copy_line(&sources.k, line, pass, to.k, k_row, tile_k, blueprint);
+        copy_line(&sources.v, line, pass, to.v, v_row, tile_k, blueprint);
     }
-    if comptime!(scores.storage == KvStorage::E4m3) {
-        let of_v = to.scales + comptime!(scores.scales_bytes() as u32 / 2);
-        let exists = band.is_key(first + UNIT_POS % 32 * comptime!(SCALED_KEYS as u32));
-        let line = Line { batch: existing as usize, head, row: 0u32.runtime(), exists };
-        copy_scale(&sources.k, extras, line, 0u32, to.scales, k_row, blueprint);
-        copy_scale(&sources.v, extras, line, 1u32, of_v, v_row, blueprint);
-    }
+    let of_v = to.scales + comptime!(blueprint.scores.scales_bytes() as u32 / 2);
+    let exists = band.is_key(first + UNIT_POS % 32 * comptime!(SCALED_KEYS as u32));
+    let line = Line { batch: pages as usize, head, row: 0u32.runtime(), exists };
+    copy_scale(&sources.k, extras, line, 0u32, to.scales, k_row, blueprint);
+    copy_scale(&sources.v, extras, line, 1u32, of_v, v_row, blueprint);
+}
+
+/// Bytes of a row of K.
+fn k_row(blueprint: &MmaBlueprint) -> usize {
+    blueprint.scores.head_dim * blueprint.scores.kv_size()
+}
+
+/// Bytes of a row of V.
+fn v_row(blueprint: &MmaBlueprint) -> usize {
+    blueprint.scores.head_dim_v * blueprint.scores.kv_size()
 }
 
 /// Starts the copies of the scales of a tile to the shared address `to`, each by the thread of warp `by` that has its page.
