@@ -3,7 +3,7 @@
 //! [`flash_attention`] is the operation, and [`FlashAttentionOptions`] are its options. [`flash_attention_with_kvcache`] is the operation
 //! for decoding, over a [`KvCache`]. [`attention`] has the signature of Burn's own attention, and `install` intercepts calls of Burn's own.
 //! [`FlashMultiHeadAttention`], [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of
-//! burn-nn's modules. [`plan()`] tells which kernel runs.
+//! burn-nn's modules. [`FlashSelfAttention`] is the attention of Llama, Qwen, Gemma and Mistral. [`plan()`] tells which kernel runs.
 //! Kernels come from [`flash_attention_kernels`] and run on any device that CubeCL compiles for. Tensors on Flex are computed on the host.
 //!
 //! ```
@@ -66,10 +66,12 @@ pub use kv_cache::{
 };
 pub use module::{
     FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,
-    FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashTransformerDecoder,
+    FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashSelfAttention,
+    FlashSelfAttentionConfig, FlashSelfAttentionInput, FlashTransformerDecoder,
     FlashTransformerDecoderAutoregressiveCache, FlashTransformerDecoderConfig, FlashTransformerDecoderInput,
     FlashTransformerDecoderLayer, FlashTransformerEncoder, FlashTransformerEncoderAutoregressiveCache,
-    FlashTransformerEncoderConfig, FlashTransformerEncoderInput, FlashTransformerEncoderLayer,
+    FlashTransformerEncoderConfig, FlashTransformerEncoderInput, FlashTransformerEncoderLayer, RotaryAngles,
+    RotaryEmbedding, RotaryEmbeddingConfig, RotaryLayout, RotaryScaling,
 };
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};
@@ -84,6 +86,11 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/decoding.md")]
 struct Decoding;
+
+/// Runs the examples of the page about models as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/models.md")]
+struct Models;
 
 /// Runs the examples of the page for users of PyTorch as doc tests.
 #[cfg(doctest)]

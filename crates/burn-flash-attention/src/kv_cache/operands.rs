@@ -21,6 +21,9 @@ pub trait Operands {
         options: &FlashAttentionOptions,
     ) -> Result<(Device, AttentionProblem), AttentionError>;
 
+    /// Lengths of the sequences, `[batch]` if they may differ, and of the longest one or more.
+    fn lens(&self) -> (Option<Tensor<1, Int>>, usize);
+
     /// Makes room for `new` positions of each sequence, and hands the tensors out. An error leaves the cache as it was.
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError>;
 
@@ -77,6 +80,10 @@ impl Operands for KvCache {
         let varies = self.tensors().seq_lens.is_some() || options.seq_lens_q.is_some();
         let problem = if varies { problem.with_seq_lens_k(&[self.config.batch])? } else { problem };
         Ok((device, config.in_memory(problem)?))
+    }
+
+    fn lens(&self) -> (Option<Tensor<1, Int>>, usize) {
+        (self.tensors().seq_lens.clone(), self.len)
     }
 
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError> {

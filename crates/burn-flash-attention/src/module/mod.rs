@@ -1,6 +1,9 @@
-//! burn-nn's attention and transformer modules with FlashAttention. A trained model migrates by changing types, and loads its file.
+//! burn-nn's attention and transformer modules with FlashAttention, to which a trained model migrates by changing types, and loads its file;
+//! and the self-attention of models since Llama.
 //!
 //! ```text
+//! self_attention   causal, with its own head_dim, rotary embedding and norms of queries and keys (rotary)
+//!
 //! multi_head   self- and cross-attention over one width        encoder   layers of self-attention and feed-forward
 //! cross        cross-attention over two widths                 decoder   the same with cross-attention between them
 //! cache        keys and values so far, for decoding        steps     what options mean for new positions alone
@@ -11,6 +14,8 @@ mod cross;
 mod decoder;
 mod encoder;
 mod multi_head;
+mod rotary;
+mod self_attention;
 mod steps;
 
 pub use cache::FlashMhaCache;
@@ -24,6 +29,8 @@ pub use encoder::{
     FlashTransformerEncoderInput, FlashTransformerEncoderLayer,
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
+pub use rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig, RotaryLayout, RotaryScaling};
+pub use self_attention::{FlashSelfAttention, FlashSelfAttentionConfig, FlashSelfAttentionInput};
 
 use crate::checks::unwrapped;
 use crate::options::FlashAttentionOptions;

@@ -192,6 +192,13 @@ impl Operands for PagedBatch<'_> {
         Ok((device, config.in_memory(problem, [batch, max_pages])?))
     }
 
+    fn lens(&self) -> (Option<Tensor<1, Int>>, usize) {
+        let most = self.lens.iter().copied().max().unwrap_or_default();
+        let differ = self.lens.iter().any(|len| *len != most);
+        let all = || self.integers(self.lens.iter().map(|len| *len as i32).collect(), [self.lens.len()]);
+        (differ.then(all), most)
+    }
+
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError> {
         let reserved = self.cache.allocator.reserve(&self.sequences)?;
         let (ids, batch) = (self.ids(), self.sequences.len());
