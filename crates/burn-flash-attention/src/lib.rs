@@ -3,7 +3,7 @@
 //! [`flash_attention`] is the operation, and [`FlashAttentionOptions`] are its options. [`flash_attention_with_kvcache`] is the operation
 //! for decoding, over a [`KvCache`]. [`attention`] has the signature of Burn's own attention, and `install` intercepts calls of Burn's own.
 //! [`FlashMultiHeadAttention`], [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of
-//! burn-nn's modules. [`FlashSelfAttention`] is the attention of Llama, Qwen, Gemma and Mistral. [`plan()`] tells which kernel runs.
+//! burn-nn's modules. [`FlashDecoder`] is a Llama, Qwen, Gemma or Mistral, and [`FlashSelfAttention`] its attention. [`plan()`] tells which kernel runs.
 //! Kernels come from [`flash_attention_kernels`] and run on any device that CubeCL compiles for. Tensors on Flex are computed on the host.
 //!
 //! ```
@@ -65,13 +65,14 @@ pub use kv_cache::{
     try_flash_attention_with_kvcache_and_lse,
 };
 pub use module::{
-    FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache, FlashMhaInput,
-    FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashSelfAttention,
-    FlashSelfAttentionConfig, FlashSelfAttentionInput, FlashTransformerDecoder,
-    FlashTransformerDecoderAutoregressiveCache, FlashTransformerDecoderConfig, FlashTransformerDecoderInput,
-    FlashTransformerDecoderLayer, FlashTransformerEncoder, FlashTransformerEncoderAutoregressiveCache,
-    FlashTransformerEncoderConfig, FlashTransformerEncoderInput, FlashTransformerEncoderLayer, RotaryAngles,
-    RotaryEmbedding, RotaryEmbeddingConfig, RotaryLayout, RotaryScaling,
+    FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashDecoder, FlashDecoderCache,
+    FlashDecoderConfig, FlashDecoderLayer, FlashDecoderLayerConfig, FlashMhaCache, FlashMhaInput, FlashMhaOutput,
+    FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashSelfAttention, FlashSelfAttentionConfig,
+    FlashSelfAttentionInput, FlashTransformerDecoder, FlashTransformerDecoderAutoregressiveCache,
+    FlashTransformerDecoderConfig, FlashTransformerDecoderInput, FlashTransformerDecoderLayer, FlashTransformerEncoder,
+    FlashTransformerEncoderAutoregressiveCache, FlashTransformerEncoderConfig, FlashTransformerEncoderInput,
+    FlashTransformerEncoderLayer, Mlp, MlpActivation, MlpConfig, RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig,
+    RotaryLayout, RotaryScaling,
 };
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};

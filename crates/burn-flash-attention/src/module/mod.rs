@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! self_attention   causal, with its own head_dim, rotary embedding and norms of queries and keys (rotary)
+//! flash_decoder    decoder-only transformers of layers with it
 //!
 //! multi_head   self- and cross-attention over one width        encoder   layers of self-attention and feed-forward
 //! cross        cross-attention over two widths                 decoder   the same with cross-attention between them
@@ -13,6 +14,7 @@ mod cache;
 mod cross;
 mod decoder;
 mod encoder;
+mod flash_decoder;
 mod multi_head;
 mod rotary;
 mod self_attention;
@@ -27,6 +29,10 @@ pub use decoder::{
 pub use encoder::{
     FlashTransformerEncoder, FlashTransformerEncoderAutoregressiveCache, FlashTransformerEncoderConfig,
     FlashTransformerEncoderInput, FlashTransformerEncoderLayer,
+};
+pub use flash_decoder::{
+    FlashDecoder, FlashDecoderCache, FlashDecoderConfig, FlashDecoderLayer, FlashDecoderLayerConfig, Mlp,
+    MlpActivation, MlpConfig,
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 pub use rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig, RotaryLayout, RotaryScaling};

@@ -13,7 +13,7 @@ use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use flash_attention_kernels::AttentionError;
 
 /// Configuration of a [`FlashSelfAttention`].
@@ -398,7 +398,7 @@ impl FlashSelfAttention {
         cache: &mut impl AttentionCache,
     ) -> Result<Tensor<3>, AttentionError> {
         let FlashSelfAttentionInput { x, angles, options } = input.into();
-        let (before, [_, new, _]) = (cache.lens(), x.dims());
+        let (before, [_, new, _]) = (lens_of(cache), x.dims());
         self.check(&x, &options, before.1 + new)?;
         let angles = self.angles(angles, |rotary| rotary.angles_after(before, new))?;
         let ([q, k, v], options) = self.operands(x, angles, options)?;
@@ -450,7 +450,7 @@ impl FlashSelfAttention {
     /// Checks shapes and options before anything runs. What the module sets, the options must leave out.
     fn check(&self, x: &Tensor<3>, options: &FlashAttentionOptions, seq_k: usize) -> Result<(), AttentionError> {
         let [batch, seq, _] = x.dims();
-        agree("x", &x.dims(), (2, "d_model"), ("the module", self.d_model()))?;
+        self.check_width(x)?;
         check_options(options, [batch, self.num_heads_q, seq, seq_k], false, &self.dropout)?;
         let number = |value: Option<f32>| value.map(|value| value.to_string());
         for (option, of_module, of_options) in [
@@ -466,4 +466,14 @@ impl FlashSelfAttention {
         }
         Ok(())
     }
+
+    /// Checks the size of the input's vectors.
+    pub(super) fn check_width(&self, x: &Tensor<3>) -> Result<(), AttentionError> {
+        agree("x", &x.dims(), (2, "d_model"), ("the module", self.d_model()))
+    }
+}
+
+/// Lengths of a cache's sequences, `[batch]` if they may differ, and of the longest one or more.
+pub(super) fn lens_of(cache: &impl AttentionCache) -> (Option<Tensor<1, Int>>, usize) {
+    cache.lens()
 }

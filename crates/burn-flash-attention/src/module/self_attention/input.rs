@@ -22,9 +22,9 @@ use burn::tensor::Tensor;
 /// ```
 #[derive(Clone, Debug)]
 pub struct FlashSelfAttentionInput {
-    pub(super) x: Tensor<3>,
-    pub(super) angles: Option<RotaryAngles>,
-    pub(super) options: FlashAttentionOptions,
+    pub(in crate::module) x: Tensor<3>,
+    pub(in crate::module) angles: Option<RotaryAngles>,
+    pub(in crate::module) options: FlashAttentionOptions,
 }
 
 impl FlashSelfAttentionInput {

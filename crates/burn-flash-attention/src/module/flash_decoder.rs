@@ -1,0 +1,486 @@
+//! Decoder-only transformers: Llama, Qwen, Gemma, Mistral.
+
+mod layer;
+mod mlp;
+
+pub use layer::{FlashDecoderLayer, FlashDecoderLayerConfig};
+pub use mlp::{Mlp, MlpActivation, MlpConfig};
+
+use super::rotary::RotaryAngles;
+use super::self_attention::{FlashSelfAttentionInput, lens_of};
+use super::steps::check_layers;
+use super::unwrapped;
+use crate::kv_cache::{KvCache, KvCacheConfig};
+use crate::options::FlashAttentionOptions;
+use burn::config::Config;
+use burn::module::Module;
+use burn::nn::norm::Normalization;
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Int, Tensor, module::linear};
+use flash_attention_kernels::AttentionError;
+
+/// Configuration of a [`FlashDecoder`].
+///
+/// ```
+/// use burn_flash_attention::{
+///     FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig, RotaryEmbeddingConfig,
+/// };
+///
+/// // Mistral 7B 0.1.
+/// let attention = FlashSelfAttentionConfig::new(4096, 32)
+///     .with_num_heads_kv(Some(8))
+///     .with_window_left(Some(4095))
+///     .with_rotary(Some(RotaryEmbeddingConfig::new(32768)));
+/// let layer = FlashDecoderLayerConfig::new(attention, MlpConfig::new(14336));
+/// let config = FlashDecoderConfig::new(32000, vec![layer; 32]);
+/// let text = serde_json::to_string(&config)?;
+/// assert_eq!(serde_json::from_str::<FlashDecoderConfig>(&text)?.layers.len(), 32);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Config, Debug)]
+#[non_exhaustive]
+pub struct FlashDecoderConfig {
+    /// Number of tokens.
+    pub vocab_size: usize,
+    /// The layers: at least one, all of the same `d_model`. Each has its own options, as alternating windows.
+    pub layers: Vec<FlashDecoderLayerConfig>,
+    /// Whether the head has the embedding's weights. Default: false
+    #[config(default = false)]
+    pub tied_head: bool,
+    /// Factor on embedded tokens (Gemma: `√d_model`). Default: none
+    #[config(default = "None")]
+    pub embedding_scale: Option<f32>,
+    /// Logits become `softcap · tanh(logit / softcap)` (Gemma 2). Default: none
+    #[config(default = "None")]
+    pub logit_softcap: Option<f32>,
+}
+
+/// Decoder-only transformer: an embedding of tokens, layers, a norm, and a head.
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_flash_attention::{
+///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+///     RotaryEmbeddingConfig,
+/// };
+///
+/// let device = Device::flex();
+/// let attention = FlashSelfAttentionConfig::new(16, 2).with_rotary(Some(RotaryEmbeddingConfig::new(64)));
+/// let layer = FlashDecoderLayerConfig::new(attention, MlpConfig::new(32));
+/// let model = FlashDecoderConfig::new(100, vec![layer; 2]).with_tied_head(true).init(&device);
+/// let tokens = Tensor::<2, Int>::from_data([[5, 7, 42]], &device);
+/// assert_eq!(model.forward(tokens, &FlashAttentionOptions::new()).dims(), [1, 3, 100]);
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct FlashDecoder {
+    /// Embedding of tokens.
+    pub embedding: Embedding,
+    /// The layers.
+    pub layers: Vec<FlashDecoderLayer>,
+    /// Norm before the head.
+    pub norm: Normalization,
+    /// `d_model` to `vocab_size`. `None`: the embedding's weights.
+    pub head: Option<Linear>,
+    /// Factor on embedded tokens.
+    #[module(skip)]
+    pub embedding_scale: Option<f32>,
+    /// Cap of logits.
+    #[module(skip)]
+    pub logit_softcap: Option<f32>,
+    /// For each layer, the first one with the same rotary embedding: these share it and its angles.
+    #[module(skip)]
+    same_rotary: Vec<usize>,
+}
+
+/// Keys and values of the layers of a [`FlashDecoder`].
+///
+/// ```
+/// # #[cfg(feature = "flex")] {
+/// use burn::tensor::Device;
+/// use burn_flash_attention::{FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig};
+///
+/// let device = Device::flex();
+/// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+/// let model = FlashDecoderConfig::new(100, vec![layer; 2]).init(&device);
+/// let cache = model.new_cache(4, 128)?;
+/// assert_eq!((cache.layers.len(), cache.max_len()), (2, 0));
+/// # }
+/// # Ok::<(), burn_flash_attention::AttentionError>(())
+/// ```
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FlashDecoderCache {
+    /// The cache of each layer.
+    pub layers: Vec<KvCache>,
+}
+
+impl FlashDecoderCache {
+    /// Length of the longest sequence, as [`KvCache::max_len`].
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{
+    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
+    /// let mut cache = model.new_cache(1, 128)?;
+    /// model.forward_step(Tensor::<2, Int>::from_data([[5, 7, 42]], &device), &mut cache, &FlashAttentionOptions::new());
+    /// assert_eq!(cache.max_len(), 3);
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    pub fn max_len(&self) -> usize {
+        self.layers.first().map_or(0, KvCache::max_len)
+    }
+}
+
+impl FlashDecoderConfig {
+    /// Creates a module with new parameters.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_init`](Self::try_init) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn_flash_attention::{FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig};
+    ///
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer; 2]).init(&burn::tensor::Device::flex());
+    /// assert_eq!(model.embedding.weight.dims(), [100, 16]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn init(&self, device: &Device) -> FlashDecoder {
+        unwrapped(self.try_init(device))
+    }
+
+    /// [`init`](Self::init) that returns an error instead of panicking.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`FlashSelfAttentionConfig::try_init`](crate::FlashSelfAttentionConfig::try_init); no layers, layers of different
+    /// `d_model`, and a softcap that is not above 0.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// let error = burn_flash_attention::FlashDecoderConfig::new(100, vec![]).try_init(&burn::tensor::Device::flex()).unwrap_err();
+    /// assert!(error.to_string().starts_with("layers = 0 is not supported"));
+    /// # }
+    /// ```
+    pub fn try_init(&self, device: &Device) -> Result<FlashDecoder, AttentionError> {
+        let Some(first) = self.layers.first() else {
+            let why = "a decoder has at least one";
+            return Err(AttentionError::Unsupported { option: "layers", value: "0".to_string(), why });
+        };
+        let d_model = first.attention.d_model;
+        if let Some(other) = self.layers.iter().find(|layer| layer.attention.d_model != d_model) {
+            let value = format!("{} after {d_model}", other.attention.d_model);
+            let why = "the layers of a decoder have the same";
+            return Err(AttentionError::Unsupported { option: "d_model", value, why });
+        }
+        if let Some(softcap) = self.logit_softcap.filter(|softcap| !softcap.is_finite() || *softcap <= 0.0) {
+            let (option, requirement) = ("logit_softcap", "finite and above 0");
+            return Err(AttentionError::Option { option, value: softcap.into(), requirement });
+        }
+        let same_rotary: Vec<usize> = self.layers.iter().map(|layer| self.same_rotary(layer)).collect();
+        let mut layers = Vec::<FlashDecoderLayer>::new();
+        for (config, same) in self.layers.iter().zip(&same_rotary) {
+            // The layers that share a rotary embedding share its memory.
+            let shared = layers.get(*same).and_then(|layer| layer.attention.rotary.clone());
+            let mut own = config.clone();
+            own.attention.rotary = own.attention.rotary.filter(|_| shared.is_none());
+            let mut layer = own.try_init(device)?;
+            layer.attention.rotary = layer.attention.rotary.or(shared);
+            layers.push(layer);
+        }
+        Ok(FlashDecoder {
+            embedding: EmbeddingConfig::new(self.vocab_size, d_model).init(device),
+            layers,
+            norm: first.norm.clone().with_num_features(d_model).init(device),
+            head: (!self.tied_head).then(|| LinearConfig::new(d_model, self.vocab_size).with_bias(false).init(device)),
+            embedding_scale: self.embedding_scale,
+            logit_softcap: self.logit_softcap,
+            same_rotary,
+        })
+    }
+
+    /// The first layer with the same rotary embedding of heads of the same dimension.
+    fn same_rotary(&self, layer: &FlashDecoderLayerConfig) -> usize {
+        let of = |layer: &FlashDecoderLayerConfig| {
+            let attention = &layer.attention;
+            (attention.rotary.clone(), attention.head_dim.unwrap_or(attention.d_model / attention.num_heads_q.max(1)))
+        };
+        self.layers.iter().position(|other| of(other) == of(layer)).unwrap_or_default()
+    }
+}
+
+impl FlashDecoder {
+    /// Logits of the token after each one: `[batch, seq]` to `[batch, seq, vocab_size]`. The options are those of each layer's attention,
+    /// in addition to the module's.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward`](Self::try_forward) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{
+    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer; 2]).init(&device);
+    /// // Two documents in one row.
+    /// let begins = Tensor::<1, Int>::from_data([0, 3, 5], &device);
+    /// let options = FlashAttentionOptions::new().with_cu_seqlens_q(begins.clone()).with_cu_seqlens_k(begins);
+    /// let tokens = Tensor::<2, Int>::from_data([[5, 7, 42, 5, 8]], &device);
+    /// assert_eq!(model.forward(tokens, &options).dims(), [1, 5, 100]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward(&self, tokens: Tensor<2, Int>, options: &FlashAttentionOptions) -> Tensor<3> {
+        unwrapped(self.try_forward(tokens, options))
+    }
+
+    /// [`forward`](Self::forward) that returns an error instead of panicking.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`FlashSelfAttention::try_forward`](crate::FlashSelfAttention::try_forward).
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{
+    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
+    /// let options = FlashAttentionOptions::new().with_dropout(0.1);
+    /// let error = model.try_forward(Tensor::<2, Int>::zeros([1, 5], &device), &options).unwrap_err();
+    /// assert!(error.to_string().starts_with("dropout = 0.1"));
+    /// # }
+    /// ```
+    pub fn try_forward(
+        &self,
+        tokens: Tensor<2, Int>,
+        options: &FlashAttentionOptions,
+    ) -> Result<Tensor<3>, AttentionError> {
+        self.try_hidden(tokens, options).map(|hidden| self.logits(hidden))
+    }
+
+    /// The normalized output of the last layer, `[batch, seq, d_model]`, of which [`logits`](Self::logits) may be computed in pieces: those of
+    /// 131,072 tokens of 128,256 kinds take 67 GB.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`try_forward`](Self::try_forward).
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{
+    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
+    /// let hidden = model.try_hidden(Tensor::<2, Int>::zeros([1, 5], &device), &FlashAttentionOptions::new())?;
+    /// let last = model.logits(hidden.narrow(1, 4, 1));
+    /// assert_eq!(last.dims(), [1, 1, 100]);
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    pub fn try_hidden(
+        &self,
+        tokens: Tensor<2, Int>,
+        options: &FlashAttentionOptions,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let seq = tokens.dims()[1];
+        let angles = self.angles(|layer| {
+            let rotary = layer.attention.rotary.as_ref();
+            rotary.map(|rotary| rotary.angles(0, seq)).transpose()
+        })?;
+        let mut x = self.embedded(tokens);
+        for (layer, angles) in self.layers.iter().zip(angles) {
+            x = layer.try_forward(FlashSelfAttentionInput { x, angles, options: options.clone() })?;
+        }
+        Ok(self.norm.forward(x))
+    }
+
+    /// Logits of hidden vectors `[batch, seq, d_model]`.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig};
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer]).with_tied_head(true).init(&device);
+    /// assert_eq!(model.logits(Tensor::zeros([1, 5, 16], &device)).dims(), [1, 5, 100]);
+    /// # }
+    /// ```
+    pub fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        let logits = match &self.head {
+            Some(head) => head.forward(hidden),
+            None => linear(hidden, self.embedding.weight.val().transpose(), None),
+        };
+        match self.logit_softcap {
+            Some(softcap) => (logits / softcap).tanh() * softcap,
+            None => logits,
+        }
+    }
+
+    /// Caches of all layers for `batch` sequences with memory for `capacity` positions of each, in the element type of the parameters, on
+    /// their device without autodiff.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`KvCacheConfig::try_init`].
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::Device;
+    /// use burn_flash_attention::{FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig};
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
+    /// assert_eq!(model.new_cache(4, 128)?.layers[0].capacity(), 128);
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    pub fn new_cache(&self, batch: usize, capacity: usize) -> Result<FlashDecoderCache, AttentionError> {
+        let weight = self.embedding.weight.val();
+        let of_layer = |layer: &FlashDecoderLayer| {
+            let attention = &layer.attention;
+            let config = KvCacheConfig::new(batch, attention.num_heads_kv, attention.head_dim(), capacity);
+            config.with_dtype(Some(weight.dtype().into())).try_init(&weight.device())
+        };
+        Ok(FlashDecoderCache { layers: self.layers.iter().map(of_layer).collect::<Result<_, _>>()? })
+    }
+
+    /// Logits of the token after each new one, `[batch, new]` to `[batch, new, vocab_size]`, which go on after those in the cache. Options are
+    /// those of [`FlashSelfAttention::forward_step`](crate::FlashSelfAttention::forward_step).
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward_step`](Self::try_forward_step) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{
+    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
+    /// let (mut cache, options) = (model.new_cache(1, 128)?, FlashAttentionOptions::new());
+    /// let mut tokens = Tensor::<2, Int>::from_data([[5, 7, 42]], &device);
+    /// for _ in 0..4 {
+    ///     let logits = model.forward_step(tokens, &mut cache, &options);
+    ///     let last = logits.dims()[1] - 1;
+    ///     tokens = logits.narrow(1, last, 1).argmax(2).reshape([1, 1]);
+    /// }
+    /// assert_eq!(cache.max_len(), 6);
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    #[track_caller]
+    pub fn forward_step(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut FlashDecoderCache,
+        options: &FlashAttentionOptions,
+    ) -> Tensor<3> {
+        unwrapped(self.try_forward_step(tokens, cache, options))
+    }
+
+    /// [`forward_step`](Self::forward_step) that returns an error instead of panicking. After an error of one layer, the caches of earlier ones
+    /// are taken back to where they were.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`FlashSelfAttention::try_forward_step`](crate::FlashSelfAttention::try_forward_step), and a cache with another number of
+    /// layers.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{
+    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
+    /// };
+    ///
+    /// let device = Device::flex();
+    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
+    /// let model = FlashDecoderConfig::new(100, vec![layer; 2]).init(&device);
+    /// let mut cache = model.new_cache(1, 2)?;
+    /// let tokens = Tensor::<2, Int>::zeros([1, 3], &device);
+    /// let error = model.try_forward_step(tokens, &mut cache, &FlashAttentionOptions::new()).unwrap_err();
+    /// assert!(error.to_string().starts_with("the cache has room for 2 positions"));
+    /// # }
+    /// # Ok::<(), burn_flash_attention::AttentionError>(())
+    /// ```
+    pub fn try_forward_step(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut FlashDecoderCache,
+        options: &FlashAttentionOptions,
+    ) -> Result<Tensor<3>, AttentionError> {
+        check_layers(self.layers.len(), cache.layers.len())?;
+        let new = tokens.dims()[1];
+        let before: Vec<_> = cache.layers.iter().map(KvCache::lengths).collect();
+        let angles = self.angles(|layer| {
+            let rotary = layer.attention.rotary.as_ref();
+            rotary.map(|rotary| rotary.angles_after(lens_of(&cache.layers[0]), new)).transpose()
+        })?;
+        let mut x = self.embedded(tokens);
+        let layers = self.layers.iter().zip(&mut cache.layers).zip(angles);
+        let computed = layers.into_iter().try_fold(x, |x, ((layer, cache), angles)| {
+            layer.try_forward_step(FlashSelfAttentionInput { x, angles, options: options.clone() }, cache)
+        });
+        match computed {
+            Ok(last) => x = last,
+            Err(error) => {
+                cache.layers.iter_mut().zip(before).for_each(|(cache, before)| cache.restore_lengths(before));
+                return Err(error);
+            }
+        }
+        Ok(self.logits(self.norm.forward(x)))
+    }
+
+    /// Angles of each layer's rotary embedding, which the layers with the same one share.
+    fn angles(
+        &self,
+        of: impl Fn(&FlashDecoderLayer) -> Result<Option<RotaryAngles>, AttentionError>,
+    ) -> Result<Vec<Option<RotaryAngles>>, AttentionError> {
+        let mut all = Vec::<Option<RotaryAngles>>::new();
+        for (layer, same) in self.layers.iter().zip(&self.same_rotary) {
+            all.push(if *same < all.len() { all[*same].clone() } else { of(layer)? });
+        }
+        Ok(all)
+    }
+
+    fn embedded(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let x = self.embedding.forward(tokens);
+        match self.embedding_scale {
+            Some(scale) => x * scale,
+            None => x,
+        }
+    }
+}
