@@ -353,6 +353,11 @@ fn what_cannot_be_done_is_refused() {
     for (config, told) in [
         (config().with_num_heads_kv(Some(3)), "num_heads_q is 4, which is not a multiple of num_heads_kv, 3"),
         (config().with_num_heads_kv(Some(0)), "num_heads_q is 4, which is not a multiple of num_heads_kv, 0"),
+        (config().with_head_dim(Some(0)), "head_dim = 0 is not supported: it must be at least 1"),
+        (
+            FlashSelfAttentionConfig::new(D_MODEL, 0).with_head_dim(Some(8)).with_num_heads_kv(Some(2)),
+            "num_heads_q = 0 is not supported: it must be at least 1",
+        ),
         (config().with_dropout(1.0), "dropout = 1 is not supported"),
         (config().with_qk_norm(Some(0.0)), "qk_norm is 0; it must be finite and above 0"),
         (config().with_softcap(Some(-1.0)), "softcap is -1; it must be finite and above 0"),

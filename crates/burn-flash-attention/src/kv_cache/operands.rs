@@ -21,8 +21,11 @@ pub trait Operands {
         options: &FlashAttentionOptions,
     ) -> Result<(Device, AttentionProblem), AttentionError>;
 
-    /// Lengths of the sequences, `[batch]` if they may differ, and of the longest one or more.
-    fn lens(&self) -> (Option<Tensor<1, Int>>, usize);
+    /// Length of the longest sequence, or more.
+    fn max_len(&self) -> usize;
+
+    /// Lengths of the sequences, `[batch]`, if they may differ.
+    fn differing_lens(&self) -> Option<Tensor<1, Int>>;
 
     /// Makes room for `new` positions of each sequence, and hands the tensors out. An error leaves the cache as it was.
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError>;
@@ -82,8 +85,12 @@ impl Operands for KvCache {
         Ok((device, config.in_memory(problem)?))
     }
 
-    fn lens(&self) -> (Option<Tensor<1, Int>>, usize) {
-        (self.tensors().seq_lens.clone(), self.len)
+    fn max_len(&self) -> usize {
+        self.len
+    }
+
+    fn differing_lens(&self) -> Option<Tensor<1, Int>> {
+        self.tensors().seq_lens.clone()
     }
 
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError> {

@@ -1,7 +1,7 @@
 //! Cross-attention between different widths, a replacement for burn-nn's.
 
 use super::cache::MemoryKeysValues;
-use super::{check_rate, combined, effective, heads, joined, unwrapped};
+use super::{check_not_0, check_rate, combined, effective, heads, heads_kv, joined, unwrapped};
 use crate::api::try_flash_attention;
 use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
@@ -150,15 +150,8 @@ impl FlashCrossAttentionConfig {
     /// # }
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<FlashCrossAttention, AttentionError> {
-        if self.n_heads_kv == 0 || !self.n_heads.is_multiple_of(self.n_heads_kv) {
-            let (num_heads_q, num_heads_kv) = (self.n_heads, self.n_heads_kv);
-            return Err(AttentionError::HeadsNotGrouped { num_heads_q, num_heads_kv });
-        }
-        for (option, value) in [("n_heads", self.n_heads), ("d_head", self.d_head)] {
-            if value == 0 {
-                return Err(AttentionError::Unsupported { option, value: "0".into(), why: "it must be at least 1" });
-            }
-        }
+        heads_kv(self.n_heads, Some(self.n_heads_kv))?;
+        check_not_0([("n_heads", self.n_heads), ("d_head", self.d_head)])?;
         check_rate("dropout", self.dropout)?;
         if self.min_float.is_nan() || self.min_float > MIN_FLOAT {
             return Err(AttentionError::Unsupported {

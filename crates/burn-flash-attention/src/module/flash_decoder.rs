@@ -6,10 +6,10 @@ mod mlp;
 pub use layer::{FlashDecoderLayer, FlashDecoderLayerConfig};
 pub use mlp::{Mlp, MlpActivation, MlpConfig};
 
-use super::rotary::RotaryAngles;
-use super::self_attention::{FlashSelfAttentionInput, lens_of};
+use super::rotary::{RotaryAngles, RotaryEmbedding};
+use super::self_attention::FlashSelfAttentionInput;
 use super::steps::check_layers;
-use super::unwrapped;
+use super::{check_number, unwrapped};
 use crate::kv_cache::{KvCache, KvCacheConfig};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
@@ -89,9 +89,6 @@ pub struct FlashDecoder {
     /// Cap of logits.
     #[module(skip)]
     pub logit_softcap: Option<f32>,
-    /// For each layer, the first one with the same rotary embedding: these share it and its angles.
-    #[module(skip)]
-    same_rotary: Vec<usize>,
 }
 
 /// Keys and values of the layers of a [`FlashDecoder`].
@@ -185,19 +182,22 @@ impl FlashDecoderConfig {
             let why = "the layers of a decoder have the same";
             return Err(AttentionError::Unsupported { option: "d_model", value, why });
         }
-        if let Some(softcap) = self.logit_softcap.filter(|softcap| !softcap.is_finite() || *softcap <= 0.0) {
-            let (option, requirement) = ("logit_softcap", "finite and above 0");
-            return Err(AttentionError::Option { option, value: softcap.into(), requirement });
-        }
-        let same_rotary: Vec<usize> = self.layers.iter().map(|layer| self.same_rotary(layer)).collect();
+        let softcap = self.logit_softcap.map(f64::from);
+        softcap.map_or(Ok(()), |value| check_number("logit_softcap", value, value > 0.0, "finite and above 0"))?;
         let mut layers = Vec::<FlashDecoderLayer>::new();
-        for (config, same) in self.layers.iter().zip(&same_rotary) {
-            // The layers that share a rotary embedding share its memory.
-            let shared = layers.get(*same).and_then(|layer| layer.attention.rotary.clone());
-            let mut own = config.clone();
-            own.attention.rotary = own.attention.rotary.filter(|_| shared.is_none());
-            let mut layer = own.try_init(device)?;
-            layer.attention.rotary = layer.attention.rotary.or(shared);
+        for config in &self.layers {
+            let mut config = config.clone();
+            // Layers with the same rotary embedding share its memory.
+            let head_dim = config.attention.head_dim_of();
+            let of_config = |rotary: &&RotaryEmbedding| {
+                config.attention.rotary.as_ref().is_some_and(|config| rotary.is_of(config, head_dim))
+            };
+            let shared = layers.iter().filter_map(|layer| layer.attention.rotary.as_ref()).find(of_config).cloned();
+            if shared.is_some() {
+                config.attention.rotary = None;
+            }
+            let mut layer = config.try_init(device)?;
+            layer.attention.rotary = shared.or(layer.attention.rotary);
             layers.push(layer);
         }
         Ok(FlashDecoder {
@@ -207,17 +207,7 @@ impl FlashDecoderConfig {
             head: (!self.tied_head).then(|| LinearConfig::new(d_model, self.vocab_size).with_bias(false).init(device)),
             embedding_scale: self.embedding_scale,
             logit_softcap: self.logit_softcap,
-            same_rotary,
         })
-    }
-
-    /// The first layer with the same rotary embedding of heads of the same dimension.
-    fn same_rotary(&self, layer: &FlashDecoderLayerConfig) -> usize {
-        let of = |layer: &FlashDecoderLayerConfig| {
-            let attention = &layer.attention;
-            (attention.rotary.clone(), attention.head_dim.unwrap_or(attention.d_model / attention.num_heads_q.max(1)))
-        };
-        self.layers.iter().position(|other| of(other) == of(layer)).unwrap_or_default()
     }
 }
 
@@ -309,10 +299,7 @@ impl FlashDecoder {
         options: &FlashAttentionOptions,
     ) -> Result<Tensor<3>, AttentionError> {
         let seq = tokens.dims()[1];
-        let angles = self.angles(|layer| {
-            let rotary = layer.attention.rotary.as_ref();
-            rotary.map(|rotary| rotary.angles(0, seq)).transpose()
-        })?;
+        let angles = self.angles(|rotary| rotary.angles(0, seq))?;
         let mut x = self.embedded(tokens);
         for (layer, angles) in self.layers.iter().zip(angles) {
             x = layer.try_forward(FlashSelfAttentionInput { x, angles, options: options.clone() })?;
@@ -445,33 +432,33 @@ impl FlashDecoder {
         check_layers(self.layers.len(), cache.layers.len())?;
         let new = tokens.dims()[1];
         let before: Vec<_> = cache.layers.iter().map(KvCache::lengths).collect();
-        let angles = self.angles(|layer| {
-            let rotary = layer.attention.rotary.as_ref();
-            rotary.map(|rotary| rotary.angles_after(lens_of(&cache.layers[0]), new)).transpose()
-        })?;
-        let mut x = self.embedded(tokens);
+        let angles = self.angles(|rotary| rotary.angles_after(&cache.layers[0], new))?;
         let layers = self.layers.iter().zip(&mut cache.layers).zip(angles);
-        let computed = layers.into_iter().try_fold(x, |x, ((layer, cache), angles)| {
+        let computed = layers.into_iter().try_fold(self.embedded(tokens), |x, ((layer, cache), angles)| {
             layer.try_forward_step(FlashSelfAttentionInput { x, angles, options: options.clone() }, cache)
         });
-        match computed {
-            Ok(last) => x = last,
-            Err(error) => {
-                cache.layers.iter_mut().zip(before).for_each(|(cache, before)| cache.restore_lengths(before));
-                return Err(error);
-            }
+        if computed.is_err() {
+            cache.layers.iter_mut().zip(before).for_each(|(cache, before)| cache.restore_lengths(before));
         }
-        Ok(self.logits(self.norm.forward(x)))
+        Ok(self.logits(self.norm.forward(computed?)))
     }
 
-    /// Angles of each layer's rotary embedding, which the layers with the same one share.
+    /// Angles of each layer, computed once for the layers with the same rotary embedding.
     fn angles(
         &self,
-        of: impl Fn(&FlashDecoderLayer) -> Result<Option<RotaryAngles>, AttentionError>,
+        of: impl Fn(&RotaryEmbedding) -> Result<RotaryAngles, AttentionError>,
     ) -> Result<Vec<Option<RotaryAngles>>, AttentionError> {
         let mut all = Vec::<Option<RotaryAngles>>::new();
-        for (layer, same) in self.layers.iter().zip(&self.same_rotary) {
-            all.push(if *same < all.len() { all[*same].clone() } else { of(layer)? });
+        for layer in &self.layers {
+            let angles_of = |rotary: &RotaryEmbedding| {
+                let is_same = |earlier: &FlashDecoderLayer| {
+                    earlier.attention.rotary.as_ref().is_some_and(|other| other.is_same(rotary))
+                };
+                let known = self.layers.iter().zip(&all).find(|(earlier, _)| is_same(earlier));
+                known.map_or_else(|| of(rotary).map(Some), |(_, angles)| Ok(angles.clone()))
+            };
+            let angles = layer.attention.rotary.as_ref().map_or(Ok(None), angles_of)?;
+            all.push(angles);
         }
         Ok(all)
     }

@@ -114,6 +114,35 @@ fn check_options(
     options.mask.as_ref().map_or(Ok(()), |mask| check_broadcast("mask", mask.dims(), scores, 4))
 }
 
+/// Number of key/value heads, if so many are asked for: by default that of query heads, which it must divide.
+fn heads_kv(num_heads_q: usize, asked: Option<usize>) -> Result<usize, AttentionError> {
+    let num_heads_kv = asked.unwrap_or(num_heads_q);
+    if num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
+        return Err(AttentionError::HeadsNotGrouped { num_heads_q, num_heads_kv });
+    }
+    Ok(num_heads_kv)
+}
+
+/// Checks sizes of a configuration.
+fn check_not_0<const N: usize>(sizes: [(&'static str, usize); N]) -> Result<(), AttentionError> {
+    match sizes.into_iter().find(|(_, size)| *size == 0) {
+        None => Ok(()),
+        Some((option, _)) => {
+            Err(AttentionError::Unsupported { option, value: "0".into(), why: "it must be at least 1" })
+        }
+    }
+}
+
+/// Checks a number of a configuration, which must also be finite.
+fn check_number(
+    option: &'static str,
+    value: f64,
+    valid: bool,
+    requirement: &'static str,
+) -> Result<(), AttentionError> {
+    if valid && value.is_finite() { Ok(()) } else { Err(AttentionError::Option { option, value, requirement }) }
+}
+
 /// Checks a dropout rate.
 fn check_rate(option: &'static str, rate: f64) -> Result<(), AttentionError> {
     if (0.0..1.0).contains(&rate) {

@@ -5,7 +5,7 @@ mod input;
 
 pub use input::{FlashMhaInput, FlashMhaOutput};
 
-use super::{check_options, check_rate, combined, effective, heads, joined, unwrapped};
+use super::{check_options, check_rate, combined, effective, heads, heads_kv, joined, unwrapped};
 use crate::api::try_flash_attention;
 use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
@@ -157,10 +157,7 @@ impl FlashMultiHeadAttentionConfig {
     /// # }
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<FlashMultiHeadAttention, AttentionError> {
-        let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
-        if n_kv_heads == 0 || !self.n_heads.is_multiple_of(n_kv_heads) {
-            return Err(AttentionError::HeadsNotGrouped { num_heads_q: self.n_heads, num_heads_kv: n_kv_heads });
-        }
+        let n_kv_heads = heads_kv(self.n_heads, self.n_kv_heads)?;
         if !self.d_model.is_multiple_of(self.n_heads) {
             return Err(AttentionError::Unsupported {
                 option: "d_model",

@@ -1,6 +1,8 @@
 //! Rotary position embedding.
 
-use crate::checks::{agree, unwrapped};
+use super::{check_number, unwrapped};
+use crate::checks::agree;
+use crate::kv_cache::AttentionCache;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -132,7 +134,7 @@ impl RotaryEmbeddingConfig {
                 why: "pairs of columns of a head are rotated; it must be even, above 0 and at most head_dim",
             });
         }
-        check("base", self.base, self.base > 1.0, "above 1")?;
+        check_number("base", self.base, self.base > 1.0, "above 1")?;
         let frequencies = (0..rotary_dim / 2).map(|pair| self.base.powf(-2.0 * pair as f64 / rotary_dim as f64));
         self.scaling.apply(frequencies.collect(), self.base)
     }
@@ -176,19 +178,14 @@ impl RotaryEmbeddingConfig {
             let values: Vec<f32> = all.map(|angle| (factor * of(angle)) as f32).collect();
             Tensor::from_data(TensorData::new(values, shape), (device, DType::F32))
         };
-        Ok(RotaryEmbedding { cos: table(f64::cos), sin: table(f64::sin), head_dim, layout: self.layout })
+        Ok(RotaryEmbedding { cos: table(f64::cos), sin: table(f64::sin), head_dim, config: self.clone() })
     }
-}
-
-/// Checks a number of a configuration.
-fn check(option: &'static str, value: f64, valid: bool, requirement: &'static str) -> Result<(), AttentionError> {
-    if valid && value.is_finite() { Ok(()) } else { Err(AttentionError::Option { option, value, requirement }) }
 }
 
 impl RotaryScaling {
     /// Changed frequencies, and the factor on rotated vectors.
     fn apply(self, mut frequencies: Vec<f64>, base: f64) -> Result<(Vec<f64>, f64), AttentionError> {
-        let divisor = |factor: f64| check("factor", factor, factor >= 1.0, "at least 1");
+        let divisor = |factor: f64| check_number("factor", factor, factor >= 1.0, "at least 1");
         let mut attention = 1.0;
         match self {
             RotaryScaling::None => {}
@@ -198,8 +195,8 @@ impl RotaryScaling {
             }
             RotaryScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, .. } => {
                 divisor(factor)?;
-                check("low_freq_factor", low, low > 0.0, "above 0")?;
-                check("high_freq_factor", high, high > low, "above low_freq_factor")?;
+                check_number("low_freq_factor", low, low > 0.0, "above 0")?;
+                check_number("high_freq_factor", high, high > low, "above low_freq_factor")?;
                 let positions = self.original_positions()?;
                 for turn in &mut frequencies {
                     // 1 for high frequencies, 0 for low ones, linear in the number of turns between them.
@@ -209,10 +206,10 @@ impl RotaryScaling {
             }
             RotaryScaling::Yarn { factor, beta_fast, beta_slow, attention_factor, truncate, .. } => {
                 divisor(factor)?;
-                check("beta_slow", beta_slow, beta_slow > 0.0, "above 0")?;
-                check("beta_fast", beta_fast, beta_fast > beta_slow, "above beta_slow")?;
+                check_number("beta_slow", beta_slow, beta_slow > 0.0, "above 0")?;
+                check_number("beta_fast", beta_fast, beta_fast > beta_slow, "above beta_slow")?;
                 attention = attention_factor.unwrap_or(0.1 * factor.ln() + 1.0);
-                check("attention_factor", attention, attention > 0.0, "above 0")?;
+                check_number("attention_factor", attention, attention > 0.0, "above 0")?;
                 let (positions, pairs) = (self.original_positions()?, frequencies.len() as f64);
                 // The pair that makes so many turns over the original positions.
                 let pair_of = |turns: f64| pairs * (positions / (turns * TAU)).ln() / base.ln();
@@ -237,7 +234,7 @@ impl RotaryScaling {
             | RotaryScaling::Yarn { original_max_position_embeddings: positions, .. } => positions as f64,
             RotaryScaling::None | RotaryScaling::Linear { .. } => 1.0,
         };
-        check("original_max_position_embeddings", positions, positions > 0.0, "above 0").map(|()| positions)
+        check_number("original_max_position_embeddings", positions, positions > 0.0, "above 0").map(|()| positions)
     }
 }
 
@@ -265,8 +262,9 @@ pub struct RotaryEmbedding {
     cos: Tensor<2>,
     sin: Tensor<2>,
     head_dim: usize,
+    /// What the embedding was made with.
     #[module(skip)]
-    layout: RotaryLayout,
+    config: RotaryEmbeddingConfig,
 }
 
 /// Cosines and sines of the angles of some positions. The layers of a model share them.
@@ -342,14 +340,20 @@ impl RotaryEmbedding {
         RotaryAngles { cos: rows(&self.cos), sin: rows(&self.sin) }
     }
 
-    /// Angles of `new` positions of each sequence after those before: `[batch]` if they differ, and the most of a sequence.
-    pub(super) fn angles_after(
-        &self,
-        (before, most): (Option<Tensor<1, Int>>, usize),
-        new: usize,
-    ) -> Result<RotaryAngles, AttentionError> {
-        let Some(before) = before else { return self.angles(most, new) };
-        self.check_positions(most.saturating_add(new))?;
+    /// Whether this is the embedding of a configuration for heads of this dimension.
+    pub(super) fn is_of(&self, config: &RotaryEmbeddingConfig, head_dim: usize) -> bool {
+        self.config == *config && self.head_dim == head_dim
+    }
+
+    /// Whether another embedding has the same angles.
+    pub(super) fn is_same(&self, other: &RotaryEmbedding) -> bool {
+        self.is_of(&other.config, other.head_dim)
+    }
+
+    /// Angles of `new` positions of each sequence after those in the cache.
+    pub(super) fn angles_after(&self, cache: &impl AttentionCache, new: usize) -> Result<RotaryAngles, AttentionError> {
+        let Some(before) = cache.differing_lens() else { return self.angles(cache.max_len(), new) };
+        self.check_positions(cache.max_len().saturating_add(new))?;
         let (batch, device) = (before.dims()[0], before.device());
         let nth = Tensor::<1, Int>::arange(0..new as i64, &device).cast(before.dtype());
         let positions = before.reshape([batch, 1]) + nth.reshape([1, new]);
@@ -411,7 +415,7 @@ impl RotaryEmbedding {
         let half = angles.cos.dims()[3];
         let (cos, sin) = (angles.cos.clone(), angles.sin.clone());
         let turned = x.clone().narrow(3, 0, 2 * half).cast(DType::F32);
-        let rotated = match self.layout {
+        let rotated = match self.config.layout {
             RotaryLayout::HalfSplit => {
                 let (a, b) = rotate(turned.clone().narrow(3, 0, half), turned.narrow(3, half, half), cos, sin);
                 Tensor::cat(vec![a, b], 3)

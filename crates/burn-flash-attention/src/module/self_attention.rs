@@ -5,7 +5,7 @@ mod input;
 pub use input::FlashSelfAttentionInput;
 
 use super::rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig};
-use super::{check_options, check_rate, effective, heads, joined, unwrapped};
+use super::{check_not_0, check_number, check_options, check_rate, effective, heads, heads_kv, joined, unwrapped};
 use crate::api::try_flash_attention;
 use crate::checks::agree;
 use crate::kv_cache::{AttentionCache, try_flash_attention_with_kvcache};
@@ -13,7 +13,7 @@ use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Tensor};
 use flash_attention_kernels::AttentionError;
 
 /// Configuration of a [`FlashSelfAttention`].
@@ -216,10 +216,8 @@ impl FlashSelfAttentionConfig {
     /// # }
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<FlashSelfAttention, AttentionError> {
-        let (num_heads_q, num_heads_kv) = (self.num_heads_q, self.num_heads_kv.unwrap_or(self.num_heads_q));
-        if num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
-            return Err(AttentionError::HeadsNotGrouped { num_heads_q, num_heads_kv });
-        }
+        let (num_heads_q, num_heads_kv) = (self.num_heads_q, heads_kv(self.num_heads_q, self.num_heads_kv)?);
+        check_not_0([("num_heads_q", num_heads_q), ("head_dim", self.head_dim.unwrap_or(1))])?;
         if self.head_dim.is_none() && !self.d_model.is_multiple_of(num_heads_q) {
             return Err(AttentionError::Unsupported {
                 option: "d_model",
@@ -233,11 +231,9 @@ impl FlashSelfAttentionConfig {
             ("softcap", self.softcap.map(f64::from)),
             ("softmax_scale", self.softmax_scale.map(f64::from)),
         ] {
-            if let Some(value) = value.filter(|value| !value.is_finite() || *value <= 0.0) {
-                return Err(AttentionError::Option { option, value, requirement: "finite and above 0" });
-            }
+            value.map_or(Ok(()), |value| check_number(option, value, value > 0.0, "finite and above 0"))?;
         }
-        let head_dim = self.head_dim.unwrap_or(self.d_model / num_heads_q);
+        let head_dim = self.head_dim_of();
         let linear = |d_input, d_output, bias| {
             LinearConfig::new(d_input, d_output).with_initializer(self.initializer.clone()).with_bias(bias).init(device)
         };
@@ -259,6 +255,11 @@ impl FlashSelfAttentionConfig {
             softcap: self.softcap,
             softmax_scale: self.softmax_scale,
         })
+    }
+
+    /// Size of a head's vectors, set or by default.
+    pub(super) fn head_dim_of(&self) -> usize {
+        self.head_dim.unwrap_or_else(|| self.d_model / self.num_heads_q.max(1))
     }
 }
 
@@ -398,9 +399,9 @@ impl FlashSelfAttention {
         cache: &mut impl AttentionCache,
     ) -> Result<Tensor<3>, AttentionError> {
         let FlashSelfAttentionInput { x, angles, options } = input.into();
-        let (before, [_, new, _]) = (lens_of(cache), x.dims());
-        self.check(&x, &options, before.1 + new)?;
-        let angles = self.angles(angles, |rotary| rotary.angles_after(before, new))?;
+        let [_, new, _] = x.dims();
+        self.check(&x, &options, cache.max_len() + new)?;
+        let angles = self.angles(angles, |rotary| rotary.angles_after(cache, new))?;
         let ([q, k, v], options) = self.operands(x, angles, options)?;
         Ok(joined(try_flash_attention_with_kvcache(q, k, v, cache, &options)?, &self.output))
     }
@@ -471,9 +472,4 @@ impl FlashSelfAttention {
     pub(super) fn check_width(&self, x: &Tensor<3>) -> Result<(), AttentionError> {
         agree("x", &x.dims(), (2, "d_model"), ("the module", self.d_model()))
     }
-}
-
-/// Lengths of a cache's sequences, `[batch]` if they may differ, and of the longest one or more.
-pub(super) fn lens_of(cache: &impl AttentionCache) -> (Option<Tensor<1, Int>>, usize) {
-    cache.lens()
 }

@@ -5,8 +5,8 @@ use burn::nn::norm::{Normalization, NormalizationConfig};
 use burn::nn::{Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 use burn_flash_attention::{
-    FlashDecoder, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpActivation, MlpConfig,
-    RotaryEmbeddingConfig, RotaryScaling,
+    FlashDecoder, FlashDecoderConfig, FlashDecoderLayer, FlashDecoderLayerConfig, FlashSelfAttentionConfig,
+    MlpActivation, MlpConfig, RotaryEmbeddingConfig, RotaryScaling,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -75,24 +75,12 @@ impl Checkpoint {
         assert_eq!(model.layers[0].attention.d_model(), width);
         for (nth, layer) in model.layers.iter_mut().enumerate() {
             let name = |part: &str| format!("model.layers.{nth}.{part}");
-            let attention = &mut layer.attention;
-            for (linear, part) in [
-                (&mut attention.query, "q_proj"),
-                (&mut attention.key, "k_proj"),
-                (&mut attention.value, "v_proj"),
-                (&mut attention.output, "o_proj"),
-            ] {
-                self.load(linear, &name(&format!("self_attn.{part}")), at);
+            for (linear, part) in linears(layer) {
+                self.load(linear, &name(part), at);
             }
-            for (norm, part) in [(&mut attention.query_norm, "q_norm"), (&mut attention.key_norm, "k_norm")] {
-                if let Some(norm) = norm {
-                    self.load_rms(norm, &name(&format!("self_attn.{part}")), at);
-                }
+            for (norm, part) in head_norms(layer) {
+                self.load_rms(norm, &name(part), at);
             }
-            let mlp = &mut layer.mlp;
-            self.load(mlp.gate.as_mut().unwrap(), &name("mlp.gate_proj"), at);
-            self.load(&mut mlp.up, &name("mlp.up_proj"), at);
-            self.load(&mut mlp.down, &name("mlp.down_proj"), at);
             for (norm, part) in norms(layer) {
                 self.load_norm(norm, &name(part), at);
             }
@@ -182,9 +170,29 @@ impl Checkpoint {
     }
 }
 
+/// The linear layers of a layer, with their names.
+fn linears(layer: &mut FlashDecoderLayer) -> [(&mut Linear, &'static str); 7] {
+    let (attention, mlp) = (&mut layer.attention, &mut layer.mlp);
+    [
+        (&mut attention.query, "self_attn.q_proj"),
+        (&mut attention.key, "self_attn.k_proj"),
+        (&mut attention.value, "self_attn.v_proj"),
+        (&mut attention.output, "self_attn.o_proj"),
+        (mlp.gate.as_mut().unwrap(), "mlp.gate_proj"),
+        (&mut mlp.up, "mlp.up_proj"),
+        (&mut mlp.down, "mlp.down_proj"),
+    ]
+}
+
+/// The norms of queries and keys of a layer, if it has any, with their names.
+fn head_norms(layer: &mut FlashDecoderLayer) -> Vec<(&mut RmsNorm, &'static str)> {
+    let (query, key) = (layer.attention.query_norm.as_mut(), layer.attention.key_norm.as_mut());
+    query.map(|norm| (norm, "self_attn.q_norm")).into_iter().chain(key.map(|norm| (norm, "self_attn.k_norm"))).collect()
+}
+
 /// The norms of a layer, with their names. With norms of outputs, that of attention has the name that the one before the feed-forward network
 /// has without.
-fn norms(layer: &mut burn_flash_attention::FlashDecoderLayer) -> Vec<(&mut Normalization, &'static str)> {
+fn norms(layer: &mut FlashDecoderLayer) -> Vec<(&mut Normalization, &'static str)> {
     let sandwich = layer.mlp_output_norm.is_some();
     let before_mlp = if sandwich { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
     let mut all = vec![(&mut layer.attention_norm, "input_layernorm"), (&mut layer.mlp_norm, before_mlp)];
@@ -214,22 +222,11 @@ pub fn gradients(checkpoint: &Checkpoint, model: &FlashDecoder, gradients: &Grad
     }
     for (nth, layer) in model.layers.iter_mut().enumerate() {
         let name = |part: &str| format!("model.layers.{nth}.{part}");
-        let attention = &layer.attention;
-        for (linear, part) in [
-            (&attention.query, "self_attn.q_proj"),
-            (&attention.key, "self_attn.k_proj"),
-            (&attention.value, "self_attn.v_proj"),
-            (&attention.output, "self_attn.o_proj"),
-            (layer.mlp.gate.as_ref().unwrap(), "mlp.gate_proj"),
-            (&layer.mlp.up, "mlp.up_proj"),
-            (&layer.mlp.down, "mlp.down_proj"),
-        ] {
+        for (linear, part) in linears(layer) {
             of_linear(&mut all, linear, name(part));
         }
-        for (norm, part) in [(&attention.query_norm, "q_norm"), (&attention.key_norm, "k_norm")] {
-            let gamma = norm.as_ref().map(|norm| norm.gamma.grad(gradients).unwrap());
-            all.extend(gamma.map(|gamma| (name(&format!("self_attn.{part}.weight")), gamma)));
-        }
+        let of_heads = head_norms(layer).into_iter();
+        all.extend(of_heads.map(|(norm, part)| (name(&format!("{part}.weight")), norm.gamma.grad(gradients).unwrap())));
         all.extend(norms(layer).into_iter().map(|(norm, part)| (name(&format!("{part}.weight")), of_norm(norm))));
     }
     // None is missing.

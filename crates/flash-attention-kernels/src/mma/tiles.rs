@@ -116,8 +116,8 @@ impl KeyTiles {
     }
 }
 
-/// The page of key `first + 16 n` of a tile in e4m3, as the table has it, where `n` is the number of the thread modulo that of 16 keys in a
-/// tile: these are in one page.
+/// The page, as the table has it, of key `first + 16 n` of a tile in e4m3. The 16 keys from there on are in this page. `n` is the number of the
+/// thread modulo the number of 16 keys in a tile.
 #[cube]
 pub fn pages_of_tile(extras: &Extras, work: &WorkTile, first: u32, #[comptime] blueprint: MmaBlueprint) -> u32 {
     if comptime!(blueprint.scores.storage == KvStorage::E4m3) {

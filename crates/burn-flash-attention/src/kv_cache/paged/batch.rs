@@ -104,7 +104,12 @@ impl PagedBatch<'_> {
 
     /// Whether the host's one number is not the length of all sequences before a call with `new` positions, and of their new positions.
     fn varies(&self, new: usize) -> bool {
-        self.lens.iter().any(|len| *len != self.lens[0]) || self.is_padded(new)
+        self.differ() || self.is_padded(new)
+    }
+
+    /// Whether the sequences have different lengths before the call.
+    fn differ(&self) -> bool {
+        self.lens.iter().any(|len| *len != self.lens[0])
     }
 
     /// Whether a sequence has fewer new positions than the tensors.
@@ -139,6 +144,13 @@ impl PagedBatch<'_> {
     /// Integers on the device of the cache.
     fn integers<const D: usize>(&self, values: Vec<i32>, shape: [usize; D]) -> Tensor<D, Int> {
         Tensor::from_data(TensorData::new(values, shape), (&self.cache.device(), DType::I32))
+    }
+
+    /// Lengths before the call, `[batch]`: those that the last call of the same sequences left, if there was one.
+    fn lens_on_device(&self) -> Tensor<1, Int> {
+        let kept = self.cache.seq_lens.as_ref().filter(|lens| lens.sequences == self.ids());
+        let values = || self.lens.iter().map(|len| *len as i32).collect();
+        kept.map_or_else(|| self.integers(values(), [self.lens.len()]), |lens| lens.tensor.clone())
     }
 
     /// The page table, `[batch, max_pages]`.
@@ -192,11 +204,12 @@ impl Operands for PagedBatch<'_> {
         Ok((device, config.in_memory(problem, [batch, max_pages])?))
     }
 
-    fn lens(&self) -> (Option<Tensor<1, Int>>, usize) {
-        let most = self.lens.iter().copied().max().unwrap_or_default();
-        let differ = self.lens.iter().any(|len| *len != most);
-        let all = || self.integers(self.lens.iter().map(|len| *len as i32).collect(), [self.lens.len()]);
-        (differ.then(all), most)
+    fn max_len(&self) -> usize {
+        self.lens.iter().copied().max().unwrap_or_default()
+    }
+
+    fn differing_lens(&self) -> Option<Tensor<1, Int>> {
+        self.differ().then(|| self.lens_on_device())
     }
 
     fn take(&mut self, new: usize) -> Result<Taken, AttentionError> {
@@ -206,11 +219,8 @@ impl Operands for PagedBatch<'_> {
         let (varies, padded) = (self.varies(new), self.is_padded(new));
         let kept = self.cache.table.take().filter(|table| !reserved.changed && of_batch(&table.sequences));
         let table = kept.map_or_else(|| self.table(), |table| table.tensor);
-        let kept = self.cache.seq_lens.take().filter(|lens| of_batch(&lens.sequences));
-        let lens = varies.then(|| {
-            let values = || self.lens.iter().map(|len| *len as i32).collect();
-            kept.map_or_else(|| self.integers(values(), [batch]), |lens| lens.tensor)
-        });
+        let lens = varies.then(|| self.lens_on_device());
+        self.cache.seq_lens = None;
         let new_lens = self.sequences.iter().map(|(_, of_sequence)| *of_sequence as i32);
         let new_lens = padded.then(|| self.integers(new_lens.collect(), [batch]));
         let copies = (!reserved.copies.is_empty()).then(|| {
