@@ -314,7 +314,8 @@ impl Call {
     }
 }
 
-fn view<const RANK: usize>(tensor: &CubeTensor) -> TensorView<RANK> {
+/// A tensor as kernels take it.
+pub fn view<const RANK: usize>(tensor: &CubeTensor) -> TensorView<RANK> {
     TensorView {
         handle: tensor.handle.clone(),
         shape: tensor.meta.shape().dims(),
@@ -332,6 +333,6 @@ fn mask_view(mask: &CubeTensor) -> MaskView {
 
 /// `api` has checked all that can be wrong; what only a launch can find out has nobody left to return to, since Burn's
 /// fusion may run it long after the call.
-fn launched<T>(result: Result<T, AttentionError>) -> T {
+pub fn launched<T>(result: Result<T, AttentionError>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }

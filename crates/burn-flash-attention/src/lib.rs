@@ -41,6 +41,7 @@ mod module;
 mod options;
 mod plan;
 mod problem;
+mod rotary;
 mod slopes;
 mod temperature;
 mod tensors;
@@ -55,7 +56,7 @@ pub use block_mask::{BlockMask, BlockState};
 #[cfg(feature = "autotune")]
 pub use flash_attention_kernels::tuning::Tuned;
 pub use flash_attention_kernels::{
-    Alignment, AttentionError, BackwardOrder, Dtype, Kernel, KvStorage, Plan, Precision, mods,
+    Alignment, AttentionError, BackwardOrder, Dtype, Kernel, KvStorage, Plan, Precision, RotaryLayout, mods,
 };
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use intercept::{Counts, InstallError, Interception, install};
@@ -72,7 +73,7 @@ pub use module::{
     FlashTransformerDecoderConfig, FlashTransformerDecoderInput, FlashTransformerDecoderLayer, FlashTransformerEncoder,
     FlashTransformerEncoderAutoregressiveCache, FlashTransformerEncoderConfig, FlashTransformerEncoderInput,
     FlashTransformerEncoderLayer, Mlp, MlpActivation, MlpConfig, RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig,
-    RotaryLayout, RotaryScaling,
+    RotaryScaling,
 };
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};

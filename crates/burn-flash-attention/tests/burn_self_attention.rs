@@ -98,9 +98,9 @@ fn rotations(config: &RotaryEmbeddingConfig, positions: &[usize], device: &Devic
 /// Rows `[batch, heads, seq, head_dim]` multiplied by a matrix of each position.
 fn rotated(x: Tensor<4>, rotations: &Tensor<5>) -> Tensor<4> {
     let [batch, heads, seq, head_dim] = x.dims();
-    let rows = x.reshape([batch, heads, seq, 1, head_dim]);
-    let all = rotations.clone().expand([batch, heads, seq, head_dim, head_dim]);
-    rows.matmul(all).reshape([batch, heads, seq, head_dim])
+    // No product of matrices, which some devices round.
+    let columns = x.reshape([batch, heads, seq, head_dim, 1]);
+    (columns * rotations.clone()).sum_dim(3).reshape([batch, heads, seq, head_dim])
 }
 
 /// Embeddings of each kind.
@@ -310,6 +310,34 @@ fn packed_sequences_equal_each_alone() {
             for (first, len) in [(0, 4), (4, SEQ - 4)] {
                 let alone = module.forward(x.clone().narrow(1, first, len));
                 close(&target, &format!("{config}"), packed.clone().narrow(1, first, len), alone);
+            }
+        }
+    }
+}
+
+/// Of rows that are a view, from a gradient that is one element, with and without recomputation.
+#[test]
+fn gradients_of_rotated_rows_are_turned_back() {
+    for target in targets() {
+        for device in [target.device.clone().autodiff(), target.device.clone().autodiff().gradient_checkpointing()] {
+            for config in embeddings() {
+                let rotary = config.init(HEAD_DIM, &device);
+                let positions: Vec<usize> = (3..3 + SEQ).collect();
+                let matrices = rotations(&config, &positions, &device);
+                let x = random([BATCH, SEQ, HEADS, HEAD_DIM], &device);
+                let weights = random([BATCH, HEADS, SEQ, HEAD_DIM], &device);
+                let gradient = |rotate: &dyn Fn(Tensor<4>) -> Tensor<4>, squared: bool| {
+                    let x = x.clone().detach().require_grad();
+                    let out = rotate(x.clone().swap_dims(1, 2));
+                    // The square needs the rotated rows once more.
+                    let out = if squared { out.powi_scalar(2) * weights.clone() } else { out };
+                    x.grad(&out.sum().backward()).unwrap()
+                };
+                for squared in [false, true] {
+                    let found = gradient(&|x| rotary.apply(x, &rotary.angles(3, SEQ).unwrap()), squared);
+                    let expected = gradient(&|x| rotated(x, &matrices), squared);
+                    close(&target, &format!("{config:?}"), found, expected);
+                }
             }
         }
     }

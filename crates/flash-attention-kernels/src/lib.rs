@@ -33,6 +33,7 @@
 //! cache     key/value caches: appends in place         tuning      times candidate kernels, with the feature autotune
 //! pages     keys and values in pages
 //! e4m3      keys and values in 8 bits
+//! rotary    rotary position embedding
 //! extras    optional operands, as one argument         fragment    shared by all kernel families
 //! ```
 
@@ -55,6 +56,7 @@ pub mod portable;
 pub mod problem;
 #[cfg(feature = "cuda")]
 pub mod ptx;
+pub mod rotary;
 pub mod rounding;
 pub mod rows;
 pub mod score;
@@ -71,8 +73,9 @@ pub use e4m3::KvStorage;
 pub use error::AttentionError;
 pub use hopper::BiasTile;
 pub use launch::{
-    BlockLists, CacheAppend, Gradients, Inputs, MaskStorage, MaskView, Saved, Scratch, append_to_cache, backward,
-    backward_with, block_states, copy_cache_pages, dropout_kept, forward, forward_with,
+    BlockLists, CacheAppend, Gradients, Inputs, MaskStorage, MaskView, Rotary, Saved, Scratch, append_to_cache,
+    apply_rotary, backward, backward_with, block_states, check_rotary, copy_cache_pages, dropout_kept, forward,
+    forward_with,
 };
 pub use mask::Alignment;
 pub use matrix::MatrixTile;
@@ -82,6 +85,7 @@ pub use problem::{
     AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, MAX_ELEMENTS, MAX_HEAD_DIM, MAX_PAIRS, MAX_SEQ,
     PagedKv, Precision,
 };
+pub use rotary::RotaryLayout;
 pub use rows::RowsTile;
 pub use tensor::TensorView;
 pub use tensor_core::HopperTile;

@@ -12,6 +12,7 @@ mod few;
 mod forward;
 mod math;
 mod matrix;
+mod rotary;
 mod rows;
 mod sequences;
 mod tile;

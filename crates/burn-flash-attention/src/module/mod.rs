@@ -35,7 +35,7 @@ pub use flash_decoder::{
     MlpActivation, MlpConfig,
 };
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
-pub use rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig, RotaryLayout, RotaryScaling};
+pub use rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig, RotaryScaling};
 pub use self_attention::{FlashSelfAttention, FlashSelfAttentionConfig, FlashSelfAttentionInput};
 
 use crate::checks::unwrapped;

@@ -1,30 +1,16 @@
 //! Rotary position embedding.
 
 use super::{check_number, unwrapped};
-use crate::checks::agree;
+use crate::checks::{agree, same_device};
 use crate::kv_cache::AttentionCache;
+use crate::problem::dtype;
+use crate::rotary;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use flash_attention_kernels::AttentionError;
+use flash_attention_kernels::{AttentionError, RotaryLayout};
 use serde::{Deserialize, Serialize};
 use std::f64::consts::TAU;
-
-/// Columns of a head that are rotated as a pair.
-///
-/// ```
-/// assert_eq!(burn_flash_attention::RotaryLayout::default(), burn_flash_attention::RotaryLayout::HalfSplit);
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum RotaryLayout {
-    /// Columns `i` and `i + rotary_dim / 2`: GPT-NeoX, and checkpoints of Hugging Face.
-    #[default]
-    HalfSplit,
-    /// Columns `2i` and `2i + 1`: RoFormer, checkpoints of Meta's Llama, and burn-nn's
-    /// [`RotaryEncoding`](burn::nn::RotaryEncoding).
-    Interleaved,
-}
 
 /// Change of frequencies for more positions than a model was trained with. Fields have the names of `rope_parameters` in checkpoints of Hugging
 /// Face.
@@ -368,7 +354,7 @@ impl RotaryEmbedding {
         Err(AttentionError::SequenceTooLong { argument: "positions", value: end, max })
     }
 
-    /// Rotates queries or keys `[batch, heads, seq, head_dim]`. Computes in f32 for any element type, which the result has.
+    /// Rotates queries or keys `[batch, heads, seq, head_dim]`, in one pass. Computes in f32 for any element type, which the result has.
     ///
     /// # Panics
     ///
@@ -395,7 +381,8 @@ impl RotaryEmbedding {
     ///
     /// # Errors
     ///
-    /// [`Dimension`](AttentionError::Dimension) if the angles are of another number of positions or sequences, or heads have another dimension.
+    /// [`Dimension`](AttentionError::Dimension) if the angles are of another number of positions or sequences, or heads have another dimension;
+    /// [`Device`](AttentionError::Device) if the angles are on another device.
     ///
     /// ```
     /// # #[cfg(feature = "flex")] {
@@ -409,29 +396,11 @@ impl RotaryEmbedding {
     /// # Ok::<(), burn_flash_attention::AttentionError>(())
     /// ```
     pub fn try_apply(&self, x: Tensor<4>, angles: &RotaryAngles) -> Result<Tensor<4>, AttentionError> {
-        let shape = x.dims();
-        self.check(shape, angles)?;
-        let ([batch, heads, seq, head_dim], dtype) = (shape, x.dtype());
-        let half = angles.cos.dims()[3];
-        let (cos, sin) = (angles.cos.clone(), angles.sin.clone());
-        let turned = x.clone().narrow(3, 0, 2 * half).cast(DType::F32);
-        let rotated = match self.config.layout {
-            RotaryLayout::HalfSplit => {
-                let (a, b) = rotate(turned.clone().narrow(3, 0, half), turned.narrow(3, half, half), cos, sin);
-                Tensor::cat(vec![a, b], 3)
-            }
-            RotaryLayout::Interleaved => {
-                let pairs = turned.reshape([batch, heads, seq, half, 2]);
-                let column = |nth| pairs.clone().narrow(4, nth, 1).reshape([batch, heads, seq, half]);
-                let (a, b) = rotate(column(0), column(1), cos, sin);
-                Tensor::stack::<5>(vec![a, b], 4).reshape([batch, heads, seq, 2 * half])
-            }
-        };
-        let rotated = rotated.cast(dtype);
-        if 2 * half == head_dim {
-            return Ok(rotated);
-        }
-        Ok(Tensor::cat(vec![rotated, x.narrow(3, 2 * half, head_dim - 2 * half)], 3))
+        self.check(x.dims(), angles)?;
+        let device = x.device();
+        same_device("angles", &angles.cos.device(), &device)?;
+        rotary::check(device.inner().as_dispatch(), dtype("x", x.dtype())?, x.dims())?;
+        Ok(rotary::apply(x, angles.cos.clone(), angles.sin.clone(), self.config.layout))
     }
 
     fn check(&self, x: [usize; 4], angles: &RotaryAngles) -> Result<(), AttentionError> {
@@ -443,10 +412,4 @@ impl RotaryEmbedding {
         }
         agree("angles", &angles.cos.dims(), (3, "rotary_dim / 2"), ("the rotary embedding", self.cos.dims()[1]))
     }
-}
-
-/// Complex products of `a + ib` and `cos + i sin`.
-fn rotate(a: Tensor<4>, b: Tensor<4>, cos: Tensor<4>, sin: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
-    let real = a.clone() * cos.clone() - b.clone() * sin.clone();
-    (real, b * cos + a * sin)
 }

@@ -16,6 +16,7 @@ mod hopper;
 mod key_splits;
 #[cfg(feature = "cuda")]
 mod mma;
+mod rotary;
 mod route;
 mod sequences;
 #[cfg(feature = "cuda")]
@@ -26,6 +27,7 @@ pub use blocks::block_states;
 pub use cache::{CacheAppend, append_to_cache, copy_cache_pages};
 pub use dropout::dropout_kept;
 pub use forward::{forward, forward_with};
+pub use rotary::{Rotary, apply_rotary, check_rotary};
 pub use route::BlockLists;
 
 use crate::dropout::seed;

@@ -26,6 +26,7 @@ mod plans;
 mod properties;
 mod recent;
 mod refusals;
+mod rotary;
 mod rounding;
 #[cfg(feature = "cuda")]
 mod schedules;
