@@ -67,13 +67,13 @@ pub use kv_cache::{
 };
 pub use module::{
     FlashCrossAttention, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashDecoder, FlashDecoderCache,
-    FlashDecoderConfig, FlashDecoderLayer, FlashDecoderLayerConfig, FlashMhaCache, FlashMhaInput, FlashMhaOutput,
-    FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashSelfAttention, FlashSelfAttentionConfig,
-    FlashSelfAttentionInput, FlashTransformerDecoder, FlashTransformerDecoderAutoregressiveCache,
-    FlashTransformerDecoderConfig, FlashTransformerDecoderInput, FlashTransformerDecoderLayer, FlashTransformerEncoder,
-    FlashTransformerEncoderAutoregressiveCache, FlashTransformerEncoderConfig, FlashTransformerEncoderInput,
-    FlashTransformerEncoderLayer, Mlp, MlpActivation, MlpConfig, RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig,
-    RotaryScaling,
+    FlashDecoderConfig, FlashDecoderLayer, FlashDecoderLayerConfig, FlashLatentAttention, FlashLatentAttentionConfig,
+    FlashMhaCache, FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig,
+    FlashSelfAttention, FlashSelfAttentionConfig, FlashSelfAttentionInput, FlashTransformerDecoder,
+    FlashTransformerDecoderAutoregressiveCache, FlashTransformerDecoderConfig, FlashTransformerDecoderInput,
+    FlashTransformerDecoderLayer, FlashTransformerEncoder, FlashTransformerEncoderAutoregressiveCache,
+    FlashTransformerEncoderConfig, FlashTransformerEncoderInput, FlashTransformerEncoderLayer, Mlp, MlpActivation,
+    MlpConfig, RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig, RotaryScaling,
 };
 pub use options::FlashAttentionOptions;
 pub use plan::{AttentionPlan, HostPlan};

@@ -3,6 +3,7 @@
 
 mod common;
 
+use burn::nn::Linear;
 use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::transformer::{
     TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoderConfig, TransformerEncoderInput,
@@ -10,9 +11,10 @@ use burn::nn::transformer::{
 use burn::tensor::{Bool, Device, Int, Tensor, activation};
 use burn_flash_attention::mods::{CausalDocument, MaskFn, PrefixLm, ScoreFn};
 use burn_flash_attention::{
-    Alignment, BlockMask, FlashAttentionOptions, FlashMhaCache, FlashMhaInput, FlashMultiHeadAttention,
-    FlashTransformerDecoder, FlashTransformerDecoderInput, FlashTransformerEncoder, FlashTransformerEncoderInput,
-    flash_attention,
+    Alignment, BlockMask, FlashAttentionOptions, FlashCrossAttentionCache, FlashCrossAttentionConfig, FlashMhaCache,
+    FlashMhaInput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, FlashTransformerDecoder,
+    FlashTransformerDecoderConfig, FlashTransformerDecoderInput, FlashTransformerEncoder,
+    FlashTransformerEncoderConfig, FlashTransformerEncoderInput, flash_attention,
 };
 use common::{close, random, targets};
 use flash_attention_reference::mods::Relative;
@@ -314,4 +316,147 @@ fn temperatures_divide_the_scores_of_their_heads() {
         let [ours, composed] = gradients.each_ref().map(|gradients| temperature.grad(gradients).unwrap());
         close(&target, "the gradient of the temperature", ours, composed);
     }
+}
+
+/// An encoder and a decoder whose layers have different options and share keys and values among heads, compared with their layers one by one,
+/// whose calls have the options, and whose heads have keys and values of their own.
+#[test]
+fn layers_have_their_own_options_and_grouped_heads() {
+    const SEQ: usize = 9;
+    let of_layers = || {
+        vec![
+            FlashAttentionOptions::new().with_causal(true).with_window_left(2),
+            FlashAttentionOptions::new().with_softcap(0.5).with_softmax_scale(0.7),
+        ]
+    };
+    for target in targets() {
+        let device = &target.device;
+        let config = FlashTransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, 2).with_n_kv_heads(Some(1));
+        let text = serde_json::to_string(&config.with_layer_options(of_layers())).unwrap();
+        let encoder = serde_json::from_str::<FlashTransformerEncoderConfig>(&text).unwrap().init(device);
+        assert_eq!(encoder.layers[0].mha.key.weight.dims(), [D_MODEL, D_MODEL / HEADS]);
+        let x = random([BATCH, SEQ, D_MODEL], device);
+        let mut alone = encoder.clone();
+        alone.layers.iter_mut().for_each(|layer| layer.mha = ungrouped(&layer.mha));
+        let expected = alone.layers.iter().zip(of_layers()).fold(x.clone(), |x, (layer, options)| {
+            let alone = FlashTransformerEncoder { layers: vec![layer.clone()], ..alone.clone() };
+            alone.forward(FlashTransformerEncoderInput::new(x).options(options))
+        });
+        close(&target, "encoder", encoder.forward(FlashTransformerEncoderInput::new(x.clone())), expected);
+
+        let of_memory = || vec![FlashAttentionOptions::new().with_softcap(0.4), FlashAttentionOptions::new()];
+        let decoder = FlashTransformerDecoderConfig::new(D_MODEL, D_FF, HEADS, 2)
+            .with_n_kv_heads(Some(1))
+            .with_target_layer_options(of_layers())
+            .with_memory_layer_options(of_memory())
+            .init(device);
+        let memory = random([BATCH, 5, D_MODEL], device);
+        let mut alone = decoder.clone();
+        for layer in &mut alone.layers {
+            (layer.self_attn, layer.cross_attn) = (ungrouped(&layer.self_attn), ungrouped(&layer.cross_attn));
+        }
+        let expected = alone.layers.iter().zip(of_layers().into_iter().zip(of_memory())).fold(
+            x.clone(),
+            |x, (layer, (of_target, of_memory))| {
+                let alone = FlashTransformerDecoder { layers: vec![layer.clone()], ..alone.clone() };
+                let input = FlashTransformerDecoderInput::new(x, memory.clone());
+                alone.forward(input.target_options(of_target).memory_options(of_memory))
+            },
+        );
+        close(&target, "decoder", decoder.forward(FlashTransformerDecoderInput::new(x, memory)), expected);
+    }
+}
+
+/// The same attention with keys and values for each head, and no options of its own.
+fn ungrouped(grouped: &FlashMultiHeadAttention) -> FlashMultiHeadAttention {
+    let device = grouped.query.weight.device();
+    let repeated = |linear: &Linear| {
+        let mut linear = linear.clone();
+        linear.weight = linear.weight.map(|weight| weight.detach().repeat_dim(1, HEADS));
+        linear.bias = linear.bias.map(|bias| bias.map(|bias| bias.detach().repeat_dim(0, HEADS)));
+        linear
+    };
+    FlashMultiHeadAttention {
+        query: grouped.query.clone(),
+        key: repeated(&grouped.key),
+        value: repeated(&grouped.value),
+        output: grouped.output.clone(),
+        ..FlashMultiHeadAttentionConfig::new(D_MODEL, HEADS).init(&device)
+    }
+}
+
+/// Cross-attention with options of the module and of the call, compared with composed operations.
+#[test]
+fn cross_attention_takes_options() {
+    const SEQ: usize = 4;
+    const CONTEXT: usize = 6;
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let config = FlashCrossAttentionConfig::new(D_MODEL, 16, 4, 2, 8).with_dropout(0.0);
+        let module = config.with_options(FlashAttentionOptions::new().with_softcap(0.5)).init(&device);
+        let (query, context) = (random([BATCH, SEQ, D_MODEL], &device), random([BATCH, CONTEXT, 16], &device));
+        let bias = random([1, 4, SEQ, CONTEXT], &device);
+        let padding = Tensor::<1, Bool>::from_data([false, false, true, false, false, true], &device);
+        let padding = padding.reshape([1, CONTEXT]).expand([BATCH, CONTEXT]);
+        let found = |bias: Tensor<4>| {
+            let options = FlashAttentionOptions::new().with_bias(bias).with_softmax_scale(0.6);
+            module.forward_with(query.clone(), context.clone(), Some(padding.clone()), &options, None)
+        };
+        let composed = |bias: Tensor<4>| {
+            let heads = |x: &Tensor<3>, linear: &Linear, heads: usize| {
+                let [batch, seq, _] = x.dims();
+                linear.forward(x.clone()).reshape([batch, seq, heads, 8]).swap_dims(1, 2)
+            };
+            let of_group = |x: Tensor<4>| {
+                let grouped = x.reshape([BATCH, 2, 1, CONTEXT * 8]).repeat_dim(2, 2);
+                grouped.reshape([BATCH, 4, CONTEXT, 8])
+            };
+            let q = heads(&query, &module.query, 4);
+            let k = of_group(heads(&context, &module.key, 2));
+            let v = of_group(heads(&context, &module.value, 2));
+            let scores = (q.matmul(k.transpose()) * (0.6 / 0.5)).tanh() * 0.5 + bias;
+            let hidden = padding.clone().reshape([BATCH, 1, 1, CONTEXT]).expand([BATCH, 4, SEQ, CONTEXT]);
+            let weights = activation::softmax(scores.mask_fill(hidden, f32::NEG_INFINITY), 3);
+            module.output.forward(weights.matmul(v).swap_dims(1, 2).reshape([BATCH, SEQ, 32]))
+        };
+        let [ours, burns] = [0; 2].map(|_| bias.clone().detach().require_grad());
+        let (out, expected) = (found(ours.clone()), composed(burns.clone()));
+        close(&target, "cross-attention", out.clone(), expected.clone());
+        let gradient = ours.grad(&out.powi_scalar(2).sum().backward()).unwrap();
+        let expected = burns.grad(&expected.powi_scalar(2).sum().backward()).unwrap();
+        close(&target, "the bias's gradient", gradient, expected);
+
+        // Options that count queries have no meaning over a context that is kept.
+        let causal = FlashAttentionOptions::new().with_causal(true);
+        let mut cache = FlashCrossAttentionCache::new();
+        let error = module.try_forward_with(query.clone(), context.clone(), None, &causal, Some(&mut cache));
+        assert!(error.unwrap_err().to_string().starts_with("causal = set"));
+    }
+}
+
+#[test]
+fn options_of_modules_are_checked() {
+    let device = targets().remove(0).device;
+    let window = || FlashAttentionOptions::new().with_window_left(2);
+    let module = FlashMultiHeadAttentionConfig::new(D_MODEL, HEADS).with_options(window()).init(&device);
+    let input = FlashMhaInput::self_attn(random([BATCH, 4, D_MODEL], &device));
+    let error = module.try_forward(input.clone().options(window())).unwrap_err().to_string();
+    assert!(error.starts_with("window_left = 2 is not supported: the module sets it"), "{error}");
+    let mut cache = FlashMhaCache::autoregressive_cross_attention();
+    let error = module.try_forward_step(input, &mut cache).unwrap_err().to_string();
+    assert!(error.starts_with("window_left = set"), "{error}");
+
+    let sinks = FlashAttentionOptions::new().with_sinks(Tensor::zeros([HEADS], &device));
+    let dropout = FlashAttentionOptions::new().with_dropout(0.5);
+    for (options, words) in [(sinks, "options = sinks, a tensor"), (dropout, "options = a dropout of 0.5")] {
+        let config = FlashMultiHeadAttentionConfig::new(D_MODEL, HEADS).with_options(options.clone());
+        let error = config.try_init(&device).unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+        let config = FlashCrossAttentionConfig::new(D_MODEL, 16, 4, 2, 8).with_options(options);
+        let error = config.try_init(&device).unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+    }
+    let config = FlashTransformerEncoderConfig::new(D_MODEL, D_FF, HEADS, 2).with_layer_options(vec![window()]);
+    let error = config.try_init(&device).unwrap_err().to_string();
+    assert!(error.starts_with("layer_options = 1 options for 2 layers"), "{error}");
 }

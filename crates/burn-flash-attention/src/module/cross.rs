@@ -1,7 +1,9 @@
 //! Cross-attention between different widths, a replacement for burn-nn's.
 
 use super::cache::MemoryKeysValues;
-use super::{check_not_0, check_rate, combined, effective, heads, heads_kv, joined, unwrapped};
+use super::settings::{check_settings, with_settings};
+use super::steps::check_decodes;
+use super::{check_not_0, check_options, check_rate, combined, effective, heads, heads_kv, joined, unwrapped};
 use crate::api::try_flash_attention;
 use crate::checks::agree;
 use crate::options::FlashAttentionOptions;
@@ -46,6 +48,9 @@ pub struct FlashCrossAttentionConfig {
     /// Adds 1 to the denominator of the softmax, so that a head may attend to nothing. Default: false
     #[config(default = false)]
     pub quiet_softmax: bool,
+    /// Options of every call, as a softcap or a scale. They have no tensors. Default: none
+    #[config(default = "FlashAttentionOptions::new()")]
+    pub options: FlashAttentionOptions,
 }
 
 /// Attention of queries to a context of another width, with possibly fewer key/value heads than query heads.
@@ -84,6 +89,9 @@ pub struct FlashCrossAttention {
     pub d_head: usize,
     /// Whether 1 is added to the denominator of the softmax.
     pub quiet_softmax: bool,
+    /// Options of every call.
+    #[module(skip)]
+    pub options: FlashAttentionOptions,
 }
 
 /// Cache of a [`FlashCrossAttention`] for a constant context: its keys and values. Clones share them, since they are never written.
@@ -153,6 +161,7 @@ impl FlashCrossAttentionConfig {
         heads_kv(self.n_heads, Some(self.n_heads_kv))?;
         check_not_0([("n_heads", self.n_heads), ("d_head", self.d_head)])?;
         check_rate("dropout", self.dropout)?;
+        check_settings("options", &self.options)?;
         if self.min_float.is_nan() || self.min_float > MIN_FLOAT {
             return Err(AttentionError::Unsupported {
                 option: "min_float",
@@ -175,6 +184,7 @@ impl FlashCrossAttentionConfig {
             n_heads_kv: self.n_heads_kv,
             d_head: self.d_head,
             quiet_softmax: self.quiet_softmax,
+            options: self.options.clone(),
         })
     }
 }
@@ -225,7 +235,7 @@ impl FlashCrossAttention {
         context: Tensor<3>,
         mask: Option<Tensor<2, Bool>>,
     ) -> Result<Tensor<3>, AttentionError> {
-        self.try_forward_cache(query, context, mask, &mut FlashCrossAttentionCache::new())
+        self.try_forward_with(query, context, mask, &FlashAttentionOptions::new(), None)
     }
 
     /// [`forward`](Self::forward) over the context of the first call with this cache, whose keys and values the cache keeps.
@@ -285,6 +295,71 @@ impl FlashCrossAttention {
         mask: Option<Tensor<2, Bool>>,
         cache: &mut FlashCrossAttentionCache,
     ) -> Result<Tensor<3>, AttentionError> {
+        self.try_forward_with(query, context, mask, &FlashAttentionOptions::new(), Some(cache))
+    }
+
+    /// [`forward`](Self::forward), or with a cache [`forward_cache`](Self::forward_cache), with options of the call, as a bias or the lengths of
+    /// sequences.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error that [`try_forward_with`](Self::try_forward_with) returns.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_flash_attention::{FlashAttentionOptions, FlashCrossAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let attention = FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).init(&device);
+    /// let (query, context) = (Tensor::zeros([2, 3, 16], &device), Tensor::zeros([2, 5, 12], &device));
+    /// let lens = Tensor::<1, Int>::from_data([5, 2], &device);
+    /// let options = FlashAttentionOptions::new().with_seq_lens_k(lens);
+    /// assert_eq!(attention.forward_with(query, context, None, &options, None).dims(), [2, 3, 16]);
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn forward_with(
+        &self,
+        query: Tensor<3>,
+        context: Tensor<3>,
+        mask: Option<Tensor<2, Bool>>,
+        options: &FlashAttentionOptions,
+        cache: Option<&mut FlashCrossAttentionCache>,
+    ) -> Tensor<3> {
+        unwrapped(self.try_forward_with(query, context, mask, options, cache))
+    }
+
+    /// [`forward_with`](Self::forward_with) that returns an error instead of panicking. The cache is then unchanged.
+    ///
+    /// # Errors
+    ///
+    /// An [`AttentionError`] that names the argument at fault and its value: the errors of [`try_forward_cache`](Self::try_forward_cache),
+    /// options that the module sets itself, and with a cache those that count positions of queries, as causality: each call begins at
+    /// position 0 of the same context.
+    ///
+    /// ```
+    /// # #[cfg(feature = "flex")] {
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_flash_attention::{FlashAttentionOptions, FlashCrossAttentionConfig};
+    ///
+    /// let device = Device::flex();
+    /// let options = FlashAttentionOptions::new().with_softcap(30.0);
+    /// let attention = FlashCrossAttentionConfig::new(16, 12, 4, 2, 8).with_options(options.clone()).init(&device);
+    /// let (query, context) = (Tensor::zeros([2, 3, 16], &device), Tensor::zeros([2, 5, 12], &device));
+    /// let error = attention.try_forward_with(query, context, None, &options, None).unwrap_err();
+    /// assert_eq!(error.to_string(), "softcap = 30 is not supported: the module sets it; leave it out of the options");
+    /// # }
+    /// ```
+    pub fn try_forward_with(
+        &self,
+        query: Tensor<3>,
+        context: Tensor<3>,
+        mask: Option<Tensor<2, Bool>>,
+        options: &FlashAttentionOptions,
+        cache: Option<&mut FlashCrossAttentionCache>,
+    ) -> Result<Tensor<3>, AttentionError> {
+        let options = with_settings(options.clone(), &self.options)?;
         let (q, c) = (query.dims(), context.dims());
         agree("query", &q, (2, "d_model"), ("the module", self.query.weight.dims()[0]))?;
         agree("context", &c, (2, "d_context"), ("the module", self.key.weight.dims()[0]))?;
@@ -293,16 +368,22 @@ impl FlashCrossAttention {
             agree("mask", &mask, (0, "batch"), ("query", q[0]))?;
             agree("mask", &mask, (1, "seq_k"), ("context", c[1]))?;
         }
-        if let Some(len) = cache.0.len() {
-            agree("context", &c, (1, "seq_k"), ("the cache", len))?;
+        check_options(&options, [q[0], self.n_heads, q[1], c[1]], self.quiet_softmax, &self.dropout)?;
+        if let Some(cache) = &cache {
+            check_decodes(&options, true)?;
+            cache.0.len().map_or(Ok(()), |len| agree("context", &c, (1, "seq_k"), ("the cache", len)))?;
         }
         let query = heads(query, &self.query, self.n_heads);
-        let options = combined(FlashAttentionOptions::new(), mask, None);
-        let options = effective(options, &query, self.quiet_softmax, &self.dropout);
+        let options = effective(combined(options, mask, None), &query, self.quiet_softmax, &self.dropout);
         let keys_values =
             || (heads(context.clone(), &self.key, self.n_heads_kv), heads(context, &self.value, self.n_heads_kv));
-        cache.0.attend(keys_values, |key, value| {
-            Ok(joined(try_flash_attention(query, key, value, &options)?, &self.output))
-        })
+        let attend = |key, value| Ok(joined(try_flash_attention(query, key, value, &options)?, &self.output));
+        match cache {
+            Some(cache) => cache.0.attend(keys_values, attend),
+            None => {
+                let (key, value) = keys_values();
+                attend(key, value)
+            }
+        }
     }
 }

@@ -6,6 +6,7 @@ mod input;
 pub use decoding::FlashTransformerDecoderAutoregressiveCache;
 pub use input::FlashTransformerDecoderInput;
 
+use super::settings::of_layer;
 use super::{FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, parted, unwrapped};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
@@ -63,6 +64,15 @@ pub struct FlashTransformerDecoderConfig {
     /// Epsilon of layer normalization, added to the variance. Default: 1e-5
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
+    /// Number of key/value heads; divides `n_heads`. Default: `n_heads`
+    #[config(default = "None")]
+    pub n_kv_heads: Option<usize>,
+    /// Options of each layer's attention within the target: one for each layer, without tensors. Default: none
+    #[config(default = "Vec::new()")]
+    pub target_layer_options: Vec<FlashAttentionOptions>,
+    /// Options of each layer's attention to the memory, likewise. Default: none
+    #[config(default = "Vec::new()")]
+    pub memory_layer_options: Vec<FlashAttentionOptions>,
 }
 
 /// Transformer decoder (Attention Is All You Need, arXiv:1706.03762, section 3.1) with FlashAttention.
@@ -188,19 +198,23 @@ impl FlashTransformerDecoderConfig {
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<FlashTransformerDecoder, AttentionError> {
         check_rate("dropout", self.dropout)?;
-        let attention = |causal| {
+        let attention = |causal, options| {
             FlashMultiHeadAttentionConfig::new(self.d_model, self.n_heads)
                 .with_initializer(self.initializer.clone())
                 .with_dropout(self.attention_dropout.unwrap_or(self.dropout))
                 .with_quiet_softmax(self.quiet_softmax)
                 .with_causal(causal)
+                .with_n_kv_heads(self.n_kv_heads)
+                .with_options(options)
                 .try_init(device)
         };
-        let layer = || -> Result<_, AttentionError> {
+        let layer = |nth| -> Result<_, AttentionError> {
+            let of_target = of_layer("target_layer_options", &self.target_layer_options, nth, self.n_layers)?;
+            let of_memory = of_layer("memory_layer_options", &self.memory_layer_options, nth, self.n_layers)?;
             let norm = || LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps).init(device);
             Ok(FlashTransformerDecoderLayer {
-                cross_attn: attention(false)?,
-                self_attn: attention(self.causal)?,
+                cross_attn: attention(false, of_memory)?,
+                self_attn: attention(self.causal, of_target)?,
                 pwff: PositionWiseFeedForwardConfig::new(self.d_model, self.d_ff)
                     .with_initializer(self.initializer.clone())
                     .with_dropout(self.dropout)
@@ -214,7 +228,7 @@ impl FlashTransformerDecoderConfig {
             })
         };
         Ok(FlashTransformerDecoder {
-            layers: (0..self.n_layers).map(|_| layer()).collect::<Result<_, _>>()?,
+            layers: (0..self.n_layers).map(layer).collect::<Result<_, _>>()?,
             d_model: self.d_model,
             d_ff: self.d_ff,
             n_heads: self.n_heads,

@@ -6,7 +6,9 @@ mod input;
 pub use decoding::FlashTransformerEncoderAutoregressiveCache;
 pub use input::FlashTransformerEncoderInput;
 
+use super::settings::of_layer;
 use super::{FlashMultiHeadAttention, FlashMultiHeadAttentionConfig, check_rate, combined, parted, unwrapped};
+use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay};
 use burn::nn::activation::ActivationConfig;
@@ -62,6 +64,12 @@ pub struct FlashTransformerEncoderConfig {
     /// Epsilon of layer normalization, added to the variance. Default: 1e-5
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
+    /// Number of key/value heads; divides `n_heads`. Default: `n_heads`
+    #[config(default = "None")]
+    pub n_kv_heads: Option<usize>,
+    /// Options of each layer's attention, as alternating windows: one for each layer, without tensors. Default: none
+    #[config(default = "Vec::new()")]
+    pub layer_options: Vec<FlashAttentionOptions>,
 }
 
 /// Transformer encoder (Attention Is All You Need, arXiv:1706.03762, section 3.1) with FlashAttention.
@@ -176,7 +184,8 @@ impl FlashTransformerEncoderConfig {
     /// ```
     pub fn try_init(&self, device: &Device) -> Result<FlashTransformerEncoder, AttentionError> {
         check_rate("dropout", self.dropout)?;
-        let layer = || -> Result<_, AttentionError> {
+        let layer = |nth| -> Result<_, AttentionError> {
+            let options = of_layer("layer_options", &self.layer_options, nth, self.n_layers)?;
             let norm = || LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps).init(device);
             Ok(FlashTransformerEncoderLayer {
                 mha: FlashMultiHeadAttentionConfig::new(self.d_model, self.n_heads)
@@ -184,6 +193,8 @@ impl FlashTransformerEncoderConfig {
                     .with_dropout(self.attention_dropout.unwrap_or(self.dropout))
                     .with_quiet_softmax(self.quiet_softmax)
                     .with_causal(self.causal)
+                    .with_n_kv_heads(self.n_kv_heads)
+                    .with_options(options)
                     .try_init(device)?,
                 pwff: PositionWiseFeedForwardConfig::new(self.d_model, self.d_ff)
                     .with_initializer(self.initializer.clone())
@@ -197,7 +208,7 @@ impl FlashTransformerEncoderConfig {
             })
         };
         Ok(FlashTransformerEncoder {
-            layers: (0..self.n_layers).map(|_| layer()).collect::<Result<_, _>>()?,
+            layers: (0..self.n_layers).map(layer).collect::<Result<_, _>>()?,
             d_model: self.d_model,
             d_ff: self.d_ff,
             n_heads: self.n_heads,

@@ -4,10 +4,12 @@
 //! ```text
 //! self_attention   causal, with its own head_dim, rotary embedding and norms of queries and keys (rotary)
 //! flash_decoder    decoder-only transformers of layers with it
+//! latent_attention multi-head latent attention (MLA)
 //!
 //! multi_head   self- and cross-attention over one width        encoder   layers of self-attention and feed-forward
 //! cross        cross-attention over two widths                 decoder   the same with cross-attention between them
 //! cache        keys and values so far, for decoding        steps     what options mean for new positions alone
+//! settings     options that a module sets for every call
 //! ```
 
 mod cache;
@@ -15,9 +17,11 @@ mod cross;
 mod decoder;
 mod encoder;
 mod flash_decoder;
+mod latent_attention;
 mod multi_head;
 mod rotary;
 mod self_attention;
+mod settings;
 mod steps;
 
 pub use cache::FlashMhaCache;
@@ -34,6 +38,7 @@ pub use flash_decoder::{
     FlashDecoder, FlashDecoderCache, FlashDecoderConfig, FlashDecoderLayer, FlashDecoderLayerConfig, Mlp,
     MlpActivation, MlpConfig,
 };
+pub use latent_attention::{FlashLatentAttention, FlashLatentAttentionConfig};
 pub use multi_head::{FlashMhaInput, FlashMhaOutput, FlashMultiHeadAttention, FlashMultiHeadAttentionConfig};
 pub use rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig, RotaryScaling};
 pub use self_attention::{FlashSelfAttention, FlashSelfAttentionConfig, FlashSelfAttentionInput};

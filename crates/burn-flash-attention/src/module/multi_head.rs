@@ -5,6 +5,7 @@ mod input;
 
 pub use input::{FlashMhaInput, FlashMhaOutput};
 
+use super::settings::{check_settings, with_settings};
 use super::{check_options, check_rate, combined, effective, heads, heads_kv, joined, unwrapped};
 use crate::api::try_flash_attention;
 use crate::checks::agree;
@@ -62,6 +63,9 @@ pub struct FlashMultiHeadAttentionConfig {
     /// Whether the output layer has a bias. Default: true
     #[config(default = true)]
     pub output_bias: bool,
+    /// Options of every call, as windows, a softcap or a scale. They have no tensors. Default: none
+    #[config(default = "FlashAttentionOptions::new()")]
+    pub options: FlashAttentionOptions,
 }
 
 /// Multi-head attention (Attention Is All You Need, arXiv:1706.03762, section 3.2.2) that forms no attention matrix.
@@ -106,6 +110,9 @@ pub struct FlashMultiHeadAttention {
     pub causal: bool,
     /// Whether 1 is added to the denominator of the softmax.
     pub quiet_softmax: bool,
+    /// Options of every call.
+    #[module(skip)]
+    pub options: FlashAttentionOptions,
 }
 
 impl ModuleDisplay for FlashMultiHeadAttention {
@@ -166,6 +173,7 @@ impl FlashMultiHeadAttentionConfig {
             });
         }
         check_rate("dropout", self.dropout)?;
+        check_settings("options", &self.options)?;
         let d_k = self.d_model / self.n_heads;
         let linear = |d_input, d_output, bias| {
             LinearConfig::new(d_input, d_output).with_initializer(self.initializer.clone()).with_bias(bias).init(device)
@@ -182,6 +190,7 @@ impl FlashMultiHeadAttentionConfig {
             d_k,
             causal: self.causal,
             quiet_softmax: self.quiet_softmax,
+            options: self.options.clone(),
         })
     }
 }
@@ -236,12 +245,23 @@ impl FlashMultiHeadAttention {
         (heads(key, &self.key, self.n_kv_heads), heads(value, &self.value, self.n_kv_heads))
     }
 
-    /// Queries `[batch, n_heads, seq_q, d_k]` of the input, and the options of attention with them.
-    fn queries(&self, query: Tensor<3>, mut options: FlashAttentionOptions) -> (Tensor<4>, FlashAttentionOptions) {
+    /// The options of a call with those that the module sets.
+    fn configured(&self, options: FlashAttentionOptions) -> Result<FlashAttentionOptions, AttentionError> {
+        let mut options = with_settings(options, &self.options)?;
         options.causal |= self.causal;
+        Ok(options)
+    }
+
+    /// Queries `[batch, n_heads, seq_q, d_k]` of the input, and the options of attention with them.
+    fn queries(
+        &self,
+        query: Tensor<3>,
+        options: FlashAttentionOptions,
+    ) -> Result<(Tensor<4>, FlashAttentionOptions), AttentionError> {
+        let options = self.configured(options)?;
         let query = heads(query, &self.query, self.n_heads);
         let options = effective(options, &query, self.quiet_softmax, &self.dropout);
-        (query, options)
+        Ok((query, options))
     }
 
     /// Output of queries over keys and values.
@@ -251,7 +271,7 @@ impl FlashMultiHeadAttention {
         (key, value): (Tensor<4>, Tensor<4>),
         options: FlashAttentionOptions,
     ) -> Result<Tensor<3>, AttentionError> {
-        let (query, options) = self.queries(query, options);
+        let (query, options) = self.queries(query, options)?;
         Ok(joined(try_flash_attention(query, key, value, &options)?, &self.output))
     }
 
@@ -288,7 +308,8 @@ impl FlashMultiHeadAttention {
             agree("mask_attn", &mask, (1, "seq_q"), ("query", seq_q))?;
             agree("mask_attn", &mask, (2, "seq_k"), (expected_by, seq_k))?;
         }
-        check_options(&input.options, [batch, self.n_heads, seq_q, seq_k], self.quiet_softmax, &self.dropout)
+        let options = self.configured(input.options.clone())?;
+        check_options(&options, [batch, self.n_heads, seq_q, seq_k], self.quiet_softmax, &self.dropout)
     }
 }
 
@@ -307,6 +328,7 @@ impl From<MultiHeadAttention> for FlashMultiHeadAttention {
             d_k: module.d_k,
             causal: false,
             quiet_softmax: module.quiet_softmax,
+            options: FlashAttentionOptions::new(),
         }
     }
 }

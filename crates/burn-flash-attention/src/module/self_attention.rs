@@ -5,6 +5,7 @@ mod input;
 pub use input::FlashSelfAttentionInput;
 
 use super::rotary::{RotaryAngles, RotaryEmbedding, RotaryEmbeddingConfig};
+use super::settings::with_settings;
 use super::{check_not_0, check_number, check_options, check_rate, effective, heads, heads_kv, joined, unwrapped};
 use crate::api::try_flash_attention;
 use crate::checks::agree;
@@ -429,8 +430,9 @@ impl FlashSelfAttention {
         &self,
         x: Tensor<3>,
         angles: Option<RotaryAngles>,
-        mut options: FlashAttentionOptions,
+        options: FlashAttentionOptions,
     ) -> Result<([Tensor<4>; 3], FlashAttentionOptions), AttentionError> {
+        let options = with_settings(options, &self.settings())?;
         let placed = |linear, heads_of, norm: &Option<RmsNorm>| {
             let x = heads(x.clone(), linear, heads_of);
             let x = norm.as_ref().map_or(x.clone(), |norm| norm.forward(x));
@@ -439,13 +441,20 @@ impl FlashSelfAttention {
         let q = placed(&self.query, self.num_heads_q, &self.query_norm)?;
         let k = placed(&self.key, self.num_heads_kv, &self.key_norm)?;
         let v = heads(x.clone(), &self.value, self.num_heads_kv);
-        options.causal |= self.causal;
-        options.window_left = options.window_left.or(self.window_left);
-        options.softcap = options.softcap.or(self.softcap);
-        options.softmax_scale = options.softmax_scale.or(self.softmax_scale);
-        options.sinks = options.sinks.or_else(|| self.sinks.as_ref().map(|sinks| sinks.val()));
         let options = effective(options, &q, false, &self.dropout);
         Ok(([q, k, v], options))
+    }
+
+    /// Options that the module sets.
+    fn settings(&self) -> FlashAttentionOptions {
+        FlashAttentionOptions {
+            causal: self.causal,
+            window_left: self.window_left,
+            softcap: self.softcap,
+            softmax_scale: self.softmax_scale,
+            sinks: self.sinks.as_ref().map(|sinks| sinks.val()),
+            ..FlashAttentionOptions::new()
+        }
     }
 
     /// Checks shapes and options before anything runs. What the module sets, the options must leave out.
@@ -453,19 +462,7 @@ impl FlashSelfAttention {
         let [batch, seq, _] = x.dims();
         self.check_width(x)?;
         check_options(options, [batch, self.num_heads_q, seq, seq_k], false, &self.dropout)?;
-        let number = |value: Option<f32>| value.map(|value| value.to_string());
-        for (option, of_module, of_options) in [
-            ("window_left", self.window_left.is_some(), options.window_left.map(|window| window.to_string())),
-            ("softcap", self.softcap.is_some(), number(options.softcap)),
-            ("softmax_scale", self.softmax_scale.is_some(), number(options.softmax_scale)),
-            ("sinks", self.sinks.is_some(), options.sinks.as_ref().map(|sinks| format!("{:?}", sinks.dims()))),
-        ] {
-            if let Some(value) = of_options.filter(|_| of_module) {
-                let why = "the module sets it; leave it out of the options";
-                return Err(AttentionError::Unsupported { option, value, why });
-            }
-        }
-        Ok(())
+        with_settings(options.clone(), &self.settings()).map(|_| ())
     }
 
     /// Checks the size of the input's vectors.

@@ -19,10 +19,7 @@ impl Serialize for FlashAttentionOptions {
                 )));
             }
         }
-        let temperature = self.temperature.as_ref().map(|tensor| ("temperature", tensor.dims().to_vec()));
-        let tensors = self.tensors(&ShapeOf);
-        let found = tensors.named().next().map(|(field, shape)| (field, shape.clone()));
-        if let Some((field, shape)) = temperature.or(found) {
+        if let Some((field, shape)) = self.tensor_shapes().into_iter().next() {
             // A function's tensors are set with the function.
             let set = field.split_once("_tensors").map_or(field.into(), |(of, _)| format!("{of}_mod"));
             return Err(S::Error::custom(format!(
@@ -31,6 +28,20 @@ impl Serialize for FlashAttentionOptions {
             )));
         }
         self.numbers().serialize(serializer)
+    }
+}
+
+impl FlashAttentionOptions {
+    /// The tensors among the options: the argument that errors name, and the shape of each.
+    fn tensor_shapes(&self) -> Vec<(&'static str, Vec<usize>)> {
+        let temperature = self.temperature.as_ref().map(|tensor| ("temperature", tensor.dims().to_vec()));
+        let tensors = self.tensors(&ShapeOf);
+        temperature.into_iter().chain(tensors.named().map(|(field, shape)| (field, shape.clone()))).collect()
+    }
+
+    /// The arguments of the tensors among the options.
+    pub(crate) fn tensor_names(&self) -> Vec<&'static str> {
+        self.tensor_shapes().into_iter().map(|(name, _)| name).collect()
     }
 }
 

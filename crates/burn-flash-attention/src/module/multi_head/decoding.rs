@@ -177,7 +177,7 @@ impl FlashMultiHeadAttention {
     ) -> Result<(), AttentionError> {
         self.check(input, cache.max_len())?;
         agree("key", &input.key.dims(), (1, "seq_k"), ("query", input.query.dims()[1]))?;
-        check_decodes(&input.options, false)
+        check_decodes(&self.configured(input.options.clone())?, false)
     }
 
     /// Checks a step over a memory.
@@ -190,8 +190,7 @@ impl FlashMultiHeadAttention {
         if let Some(len) = memory.len() {
             agree("key", &input.key.dims(), (1, "seq_k"), ("the cache", len))?;
         }
-        let causal = input.options.causal || self.causal;
-        check_decodes(&input.options.clone().with_causal(causal), true)
+        check_decodes(&self.configured(input.options.clone())?, true)
     }
 
     /// Output of new positions over all positions so far. A mask has a row for each new position.
@@ -204,7 +203,7 @@ impl FlashMultiHeadAttention {
         cache: &mut LayerKvCache,
     ) -> Result<Tensor<3>, AttentionError> {
         let (key, value) = self.keys_values(key, value);
-        let (query, options) = self.queries(query, options);
+        let (query, options) = self.queries(query, options)?;
         Ok(joined(cache.attend(query, key, value, &options)?, &self.output))
     }
 
