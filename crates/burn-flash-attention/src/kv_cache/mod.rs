@@ -2,7 +2,7 @@
 
 mod call;
 mod config;
-mod operands;
+pub(crate) mod operands;
 mod paged;
 mod stored;
 
@@ -85,7 +85,7 @@ struct Tensors {
 
 /// Lengths of a cache's sequences at one time. A call makes a new tensor of lengths, so that this one stays as it is.
 #[derive(Debug)]
-pub(crate) struct Lengths {
+pub struct Lengths {
     seq_lens: Option<Tensor<1, Int>>,
     max_len: usize,
 }
@@ -313,17 +313,6 @@ impl KvCache {
         options: &FlashAttentionOptions,
     ) -> Result<AttentionPlan, AttentionError> {
         call::plan(self, q, k, v, options)
-    }
-
-    /// The lengths of the sequences, for [`restore_lengths`](Self::restore_lengths).
-    pub(crate) fn lengths(&self) -> Lengths {
-        Lengths { seq_lens: self.tensors().seq_lens.clone(), max_len: self.len }
-    }
-
-    /// Forgets the positions that were appended since these lengths were taken.
-    pub(crate) fn restore_lengths(&mut self, lengths: Lengths) {
-        self.tensors_mut().seq_lens = lengths.seq_lens;
-        self.len = lengths.max_len;
     }
 
     /// The capacity that the cache must have for `new` positions more: that which it has, or a larger one where it may grow.

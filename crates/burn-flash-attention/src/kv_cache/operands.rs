@@ -1,6 +1,6 @@
 //! What a call of attention takes from a cache, and gives back.
 
-use super::{KvCache, KvCacheConfig, LOST, PAGE_SIZE, Setting, Stored, Tensors};
+use super::{KvCache, KvCacheConfig, LOST, Lengths, PAGE_SIZE, Setting, Stored, Tensors};
 use crate::api::posed_over;
 use crate::backend::{CacheLengths, CacheTensors};
 use crate::checks::{agree, same_device};
@@ -12,6 +12,15 @@ use flash_attention_kernels::{AttentionError, AttentionProblem};
 
 /// A cache as an operand of a call.
 pub trait Operands {
+    /// The lengths of the sequences at one time.
+    type Mark;
+
+    /// The lengths now.
+    fn mark(&self) -> Self::Mark;
+
+    /// Forgets the positions that were appended since.
+    fn rewind(&mut self, mark: Self::Mark);
+
     /// The problem that these arguments pose together with the cache, and the device without autodiff. Changes nothing.
     fn posed(
         &self,
@@ -68,6 +77,17 @@ pub(super) fn check_new(
 }
 
 impl Operands for KvCache {
+    type Mark = Lengths;
+
+    fn mark(&self) -> Lengths {
+        Lengths { seq_lens: self.tensors().seq_lens.clone(), max_len: self.len }
+    }
+
+    fn rewind(&mut self, mark: Lengths) {
+        self.tensors_mut().seq_lens = mark.seq_lens;
+        self.len = mark.max_len;
+    }
+
     fn posed(
         &self,
         q: &Tensor<4>,

@@ -1,5 +1,6 @@
 //! Caches for decoding: keys and values of a layer, and the outputs so far.
 
+use crate::kv_cache::operands::Operands;
 use crate::kv_cache::{KvCache, KvCacheConfig, Lengths, try_flash_attention_with_kvcache};
 use crate::options::FlashAttentionOptions;
 use burn::tensor::Tensor;
@@ -117,12 +118,12 @@ impl Restore for LayerKvCache {
     type State = Option<Lengths>;
 
     fn state(&self) -> Option<Lengths> {
-        self.cache.as_ref().map(KvCache::lengths)
+        self.cache.as_ref().map(KvCache::mark)
     }
 
     fn restore(&mut self, state: Option<Lengths>) {
         match (state, &mut self.cache) {
-            (Some(lengths), Some(cache)) => cache.restore_lengths(lengths),
+            (Some(lengths), Some(cache)) => cache.rewind(lengths),
             (_, cache) => *cache = None,
         }
     }

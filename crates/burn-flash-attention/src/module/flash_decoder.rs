@@ -2,15 +2,15 @@
 
 mod layer;
 mod mlp;
+mod steps;
 
 pub use layer::{FlashDecoderLayer, FlashDecoderLayerConfig};
 pub use mlp::{Mlp, MlpActivation, MlpConfig};
+pub use steps::FlashDecoderCache;
 
 use super::rotary::{RotaryAngles, RotaryEmbedding};
 use super::self_attention::FlashSelfAttentionInput;
-use super::steps::check_layers;
 use super::{check_number, unwrapped};
-use crate::kv_cache::{KvCache, KvCacheConfig};
 use crate::options::FlashAttentionOptions;
 use burn::config::Config;
 use burn::module::Module;
@@ -89,52 +89,6 @@ pub struct FlashDecoder {
     /// Cap of logits.
     #[module(skip)]
     pub logit_softcap: Option<f32>,
-}
-
-/// Keys and values of the layers of a [`FlashDecoder`].
-///
-/// ```
-/// # #[cfg(feature = "flex")] {
-/// use burn::tensor::Device;
-/// use burn_flash_attention::{FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig};
-///
-/// let device = Device::flex();
-/// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
-/// let model = FlashDecoderConfig::new(100, vec![layer; 2]).init(&device);
-/// let cache = model.new_cache(4, 128)?;
-/// assert_eq!((cache.layers.len(), cache.max_len()), (2, 0));
-/// # }
-/// # Ok::<(), burn_flash_attention::AttentionError>(())
-/// ```
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct FlashDecoderCache {
-    /// The cache of each layer.
-    pub layers: Vec<KvCache>,
-}
-
-impl FlashDecoderCache {
-    /// Length of the longest sequence, as [`KvCache::max_len`].
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_flash_attention::{
-    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
-    /// };
-    ///
-    /// let device = Device::flex();
-    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
-    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
-    /// let mut cache = model.new_cache(1, 128)?;
-    /// model.forward_step(Tensor::<2, Int>::from_data([[5, 7, 42]], &device), &mut cache, &FlashAttentionOptions::new());
-    /// assert_eq!(cache.max_len(), 3);
-    /// # }
-    /// # Ok::<(), burn_flash_attention::AttentionError>(())
-    /// ```
-    pub fn max_len(&self) -> usize {
-        self.layers.first().map_or(0, KvCache::max_len)
-    }
 }
 
 impl FlashDecoderConfig {
@@ -329,118 +283,6 @@ impl FlashDecoder {
             Some(softcap) => (logits / softcap).tanh() * softcap,
             None => logits,
         }
-    }
-
-    /// Caches of all layers for `batch` sequences with memory for `capacity` positions of each, in the element type of the parameters, on
-    /// their device without autodiff.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`KvCacheConfig::try_init`].
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::Device;
-    /// use burn_flash_attention::{FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig};
-    ///
-    /// let device = Device::flex();
-    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
-    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
-    /// assert_eq!(model.new_cache(4, 128)?.layers[0].capacity(), 128);
-    /// # }
-    /// # Ok::<(), burn_flash_attention::AttentionError>(())
-    /// ```
-    pub fn new_cache(&self, batch: usize, capacity: usize) -> Result<FlashDecoderCache, AttentionError> {
-        let weight = self.embedding.weight.val();
-        let of_layer = |layer: &FlashDecoderLayer| {
-            let attention = &layer.attention;
-            let config = KvCacheConfig::new(batch, attention.num_heads_kv, attention.head_dim(), capacity);
-            config.with_dtype(Some(weight.dtype().into())).try_init(&weight.device())
-        };
-        Ok(FlashDecoderCache { layers: self.layers.iter().map(of_layer).collect::<Result<_, _>>()? })
-    }
-
-    /// Logits of the token after each new one, `[batch, new]` to `[batch, new, vocab_size]`, which go on after those in the cache. Options are
-    /// those of [`FlashSelfAttention::forward_step`](crate::FlashSelfAttention::forward_step).
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error that [`try_forward_step`](Self::try_forward_step) returns.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_flash_attention::{
-    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
-    /// };
-    ///
-    /// let device = Device::flex();
-    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
-    /// let model = FlashDecoderConfig::new(100, vec![layer]).init(&device);
-    /// let (mut cache, options) = (model.new_cache(1, 128)?, FlashAttentionOptions::new());
-    /// let mut tokens = Tensor::<2, Int>::from_data([[5, 7, 42]], &device);
-    /// for _ in 0..4 {
-    ///     let logits = model.forward_step(tokens, &mut cache, &options);
-    ///     let last = logits.dims()[1] - 1;
-    ///     tokens = logits.narrow(1, last, 1).argmax(2).reshape([1, 1]);
-    /// }
-    /// assert_eq!(cache.max_len(), 6);
-    /// # }
-    /// # Ok::<(), burn_flash_attention::AttentionError>(())
-    /// ```
-    #[track_caller]
-    pub fn forward_step(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut FlashDecoderCache,
-        options: &FlashAttentionOptions,
-    ) -> Tensor<3> {
-        unwrapped(self.try_forward_step(tokens, cache, options))
-    }
-
-    /// [`forward_step`](Self::forward_step) that returns an error instead of panicking. After an error of one layer, the caches of earlier ones
-    /// are taken back to where they were.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`FlashSelfAttention::try_forward_step`](crate::FlashSelfAttention::try_forward_step), and a cache with another number of
-    /// layers.
-    ///
-    /// ```
-    /// # #[cfg(feature = "flex")] {
-    /// use burn::tensor::{Device, Int, Tensor};
-    /// use burn_flash_attention::{
-    ///     FlashAttentionOptions, FlashDecoderConfig, FlashDecoderLayerConfig, FlashSelfAttentionConfig, MlpConfig,
-    /// };
-    ///
-    /// let device = Device::flex();
-    /// let layer = FlashDecoderLayerConfig::new(FlashSelfAttentionConfig::new(16, 2), MlpConfig::new(32));
-    /// let model = FlashDecoderConfig::new(100, vec![layer; 2]).init(&device);
-    /// let mut cache = model.new_cache(1, 2)?;
-    /// let tokens = Tensor::<2, Int>::zeros([1, 3], &device);
-    /// let error = model.try_forward_step(tokens, &mut cache, &FlashAttentionOptions::new()).unwrap_err();
-    /// assert!(error.to_string().starts_with("the cache has room for 2 positions"));
-    /// # }
-    /// # Ok::<(), burn_flash_attention::AttentionError>(())
-    /// ```
-    pub fn try_forward_step(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut FlashDecoderCache,
-        options: &FlashAttentionOptions,
-    ) -> Result<Tensor<3>, AttentionError> {
-        check_layers(self.layers.len(), cache.layers.len())?;
-        let new = tokens.dims()[1];
-        let before: Vec<_> = cache.layers.iter().map(KvCache::lengths).collect();
-        let angles = self.angles(|rotary| rotary.angles_after(&cache.layers[0], new))?;
-        let layers = self.layers.iter().zip(&mut cache.layers).zip(angles);
-        let computed = layers.into_iter().try_fold(self.embedded(tokens), |x, ((layer, cache), angles)| {
-            layer.try_forward_step(FlashSelfAttentionInput { x, angles, options: options.clone() }, cache)
-        });
-        if computed.is_err() {
-            cache.layers.iter_mut().zip(before).for_each(|(cache, before)| cache.restore_lengths(before));
-        }
-        Ok(self.logits(self.norm.forward(computed?)))
     }
 
     /// Angles of each layer, computed once for the layers with the same rotary embedding.

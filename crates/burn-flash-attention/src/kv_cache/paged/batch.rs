@@ -171,6 +171,21 @@ impl PagedBatch<'_> {
 impl AttentionCache for PagedBatch<'_> {}
 
 impl Operands for PagedBatch<'_> {
+    type Mark = Vec<usize>;
+
+    fn mark(&self) -> Vec<usize> {
+        self.lens.clone()
+    }
+
+    fn rewind(&mut self, mark: Vec<usize>) {
+        for ((sequence, _), len) in self.sequences.iter().zip(&mark) {
+            // A window of the next position reaches no page that was forgotten before these lengths.
+            let truncated = self.cache.truncate(*sequence, *len);
+            debug_assert!(truncated.is_ok(), "{truncated:?}");
+        }
+        self.lens = mark;
+    }
+
     fn posed(
         &self,
         q: &Tensor<4>,
