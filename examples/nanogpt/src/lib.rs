@@ -1,5 +1,4 @@
-//! [nanoGPT](https://github.com/karpathy/nanoGPT) in Burn: [`model`] is the GPT, [`train`] trains it, [`device`] chooses the device.
+//! [nanoGPT](https://github.com/karpathy/nanoGPT) in Burn: [`model`] is the GPT, [`train`] trains it.
 
-pub mod device;
 pub mod model;
 pub mod train;

@@ -9,7 +9,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::Tensor;
 use burn_train::checkpoint::Checkpoint;
 use clap::Parser;
-use nanogpt::device::{self, Kind};
+use example_support::device::{self, Kind};
 use nanogpt::train::{TrainConfig, train};
 use std::error::Error;
 use std::fs;

@@ -1,7 +1,7 @@
 //! Runs the program as its users do, without a terminal and with a model small enough for a CPU.
 #![cfg(feature = "flex")]
 
-use nanogpt::device::{Kind, choose};
+use example_support::device::{Kind, choose};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -3,7 +3,6 @@
 //!
 //! The job is sent as JSON on standard input; the answer is a line of JSON on standard output.
 
-use super::memory::{Peak, peak};
 use crate::config::Config;
 use crate::data::Text;
 use crate::device::{self, AtRest};
@@ -12,6 +11,7 @@ use crate::model::Gpt;
 use crate::optimizer::AdamW;
 use crate::replica::Replica;
 use burn::tensor::{Device, Tensor};
+use example_support::memory::{Peak, peak};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, Read, Write};
