@@ -73,45 +73,49 @@ pub fn rotate<E: Float, N: Size>(
         let cos = angles.cos[at / width];
         let at = row_start(angles.sin, batch, 0usize, row as u32) + pair * angles.sin.stride(3);
         let sin = angles.sin[at / width];
-        let (read_a, read_b) = (x[(from + first * x.stride(3)) / width], x[(from + second * x.stride(3)) / width]);
-        let (mut written_a, mut written_b) = (read_a, read_b);
+        let (first_from, second_from) = (from + first * x.stride(3), from + second * x.stride(3));
+        let read = Columns::<E, N> { first: x[first_from / width], second: x[second_from / width] };
+        let mut written = Columns::<E, N> { first: read.first, second: read.second };
         #[unroll]
         for nth in 0..width {
-            // Places of the pair's columns among those of both vectors.
             let (a, b) = comptime!(match layout {
                 RotaryLayout::HalfSplit => (nth, nth + width),
                 RotaryLayout::Interleaved => (2 * nth, 2 * nth + 1),
             });
             let (value_a, value_b) =
-                (column_of::<E, N>(read_a, read_b, a, width), column_of::<E, N>(read_a, read_b, b, width));
-            let (value_a, value_b) = rotated(value_a, value_b, cos.extract(nth), sin.extract(nth) * angles.sign);
-            if comptime!(a < width) {
-                written_a.insert(a, E::cast_from(value_a));
-            } else {
-                written_b.insert(comptime!(a - width), E::cast_from(value_a));
-            }
-            if comptime!(b < width) {
-                written_a.insert(b, E::cast_from(value_b));
-            } else {
-                written_b.insert(comptime!(b - width), E::cast_from(value_b));
-            }
+                rotated(read.get(a), read.get(b), cos.extract(nth), sin.extract(nth) * angles.sign);
+            written.set(a, value_a);
+            written.set(b, value_b);
         }
-        out[(to + first * to_stride) / width] = written_a;
-        out[(to + second * to_stride) / width] = written_b;
+        out[(to + first * to_stride) / width] = written.first;
+        out[(to + second * to_stride) / width] = written.second;
     }
 }
 
-/// A column of two vectors of `width` columns.
+/// Two vectors of columns, numbered through both.
+#[derive(CubeType)]
+struct Columns<E: Float, N: Size> {
+    first: Vector<E, N>,
+    second: Vector<E, N>,
+}
+
 #[cube]
-fn column_of<E: Float, N: Size>(
-    a: Vector<E, N>,
-    b: Vector<E, N>,
-    #[comptime] column: usize,
-    #[comptime] width: usize,
-) -> f32 {
-    if comptime!(column < width) {
-        f32::cast_from(a.extract(column))
-    } else {
-        f32::cast_from(b.extract(comptime!(column - width)))
+impl<E: Float, N: Size> Columns<E, N> {
+    fn get(&self, #[comptime] column: usize) -> f32 {
+        let width = N::value();
+        if comptime!(column < width) {
+            f32::cast_from(self.first.extract(column))
+        } else {
+            f32::cast_from(self.second.extract(comptime!(column - width)))
+        }
+    }
+
+    fn set(&mut self, #[comptime] column: usize, value: f32) {
+        let width = N::value();
+        if comptime!(column < width) {
+            self.first.insert(column, E::cast_from(value));
+        } else {
+            self.second.insert(comptime!(column - width), E::cast_from(value));
+        }
     }
 }
