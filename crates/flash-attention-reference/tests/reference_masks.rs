@@ -2,7 +2,10 @@
 
 mod reference_common;
 
-use flash_attention_kernels::mods::{And, Causal, Document, MaskFn, Not, Or, ScoreFn};
+use flash_attention_kernels::mods::{
+    And, Causal, CausalWindow, Chunked, Document, FirstKeys, MaskFn, Neighborhood, Not, Or, ScoreFn, SlidingWindow,
+    Stride,
+};
 use flash_attention_kernels::{Alignment, AttentionOptions};
 use flash_attention_reference::mods::{Relative, Strided};
 use reference_common::{Case, broadcasts};
@@ -108,6 +111,23 @@ fn a_causal_function_equals_the_option() {
     let (function, option) = (packed(function), packed(option));
     assert_eq!(function.forward(), option.forward());
     assert_eq!(function.backward(), option.backward());
+}
+
+#[test]
+fn ready_made_functions_as_drawn() {
+    let of = |function| drawn(5, 5, with_mask_mod(function));
+    assert_eq!(of(MaskFn::of::<SlidingWindow<1>>()), ["11000", "11100", "01110", "00111", "00011"]);
+    assert_eq!(of(MaskFn::of::<CausalWindow<1>>()), ["10000", "11000", "01100", "00110", "00011"]);
+    assert_eq!(of(MaskFn::of::<And<Causal, Chunked<2>>>()), ["10000", "11000", "00100", "00110", "00001"]);
+    assert_eq!(of(MaskFn::of::<Or<FirstKeys<1>, CausalWindow<0>>>()), ["10000", "11000", "10100", "10010", "10001"]);
+    assert_eq!(of(MaskFn::of::<Stride<3>>()), ["10010", "01001", "00100", "10010", "01001"]);
+    // An image of three rows of two.
+    let near = drawn(6, 6, with_mask_mod(MaskFn::of::<Neighborhood<2, 3, 0>>()));
+    assert_eq!(near, ["100000", "010000", "001000", "000100", "000010", "000001"]);
+    let near = drawn(6, 6, with_mask_mod(MaskFn::of::<Neighborhood<3, 2, 1>>()));
+    assert_eq!(near, ["111111"; 6]);
+    let near = drawn(8, 8, with_mask_mod(MaskFn::of::<Neighborhood<2, 4, 1>>()));
+    assert_eq!((&near[0][..], &near[7][..]), ("11111100", "00111111"));
 }
 
 #[test]

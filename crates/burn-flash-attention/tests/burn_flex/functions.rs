@@ -5,7 +5,8 @@ use crate::common::*;
 use burn::tensor::{Device, Distribution, Int, IntDType, Tensor};
 use burn_flash_attention::{BlockMask, FlashAttentionOptions, flash_attention, flash_attention_with_lse};
 use flash_attention_kernels::mods::{
-    And, Causal, CausalDocument, Dilated, Document, MaskFn, PrefixLm, ScoreFn, SlidingGlobal,
+    And, Causal, CausalDocument, CausalWindow, Chunked, Dilated, Document, MaskFn, PrefixLm, ScoreFn, SlidingGlobal,
+    Swapped,
 };
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
 use flash_attention_reference as reference;
@@ -159,6 +160,9 @@ fn ready_made(device: &Device, [seq_q, seq_k]: [usize; 2]) -> Vec<FlashAttention
         of(MaskFn::of::<SlidingGlobal>(), &[numbers([30.0, 64.0]), numbers([5.0, 0.0])]),
         of(MaskFn::of::<Dilated>(), &[numbers([1.0, 7.0]), numbers([100.0, 9.0])]),
         of(MaskFn::of::<And<Causal, Dilated>>(), &[numbers([3.0, 2.0]), numbers([20.0, 90.0])]),
+        of(MaskFn::of::<CausalWindow<60>>(), &[]),
+        of(MaskFn::of::<Chunked<128>>(), &[]),
+        of(MaskFn::of::<And<Causal, Swapped<PrefixLm>>>(), &[numbers([0.0, 0.0]), numbers([150.0, 0.0])]),
     ]
 }
 
@@ -223,7 +227,7 @@ fn a_block_mask_of_options_changes_nothing() {
             tensor(&values, [2, heads, seq, dim], Dtype::F32, &device).require_grad()
         };
         let (q, k, v) = (random(4, 300, 16, 1), random(2, 300, 16, 2), random(2, 300, 24, 3));
-        let few = if target.name == "flex" { 7 } else { 2 };
+        let few = if target.name == "flex" { 10 } else { 2 };
         for options in ready_made(&device, [300, 300]).into_iter().take(few) {
             let blocks = BlockMask::of(&options, [2, 1], [300, 300], [128, 128], &device);
             let states = blocks.states.clone().into_data().try_to_vec::<i32>().unwrap();

@@ -2,12 +2,12 @@
 
 use crate::common::{Case, Layout, Poison, as_laid_out};
 use crate::line::Line;
-use flash_attention_kernels::mods::{self, MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{self, Alibi, MaskFn, ScoreFn, Softcap};
 use flash_attention_kernels::{
     Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, KvStorage, MaskStorage, Precision,
     dropout,
 };
-use flash_attention_reference::mods::{Alibi, Bent, Relative, Sloped, Softcap, Strided};
+use flash_attention_reference::mods::{Bent, Relative, Sloped, Strided};
 use flash_attention_reference::{Tensors, normal, round_to};
 
 impl Line {
