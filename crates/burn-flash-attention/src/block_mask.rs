@@ -78,8 +78,8 @@ impl BlockState {
 #[derive(Clone, Debug)]
 pub struct BlockMask {
     /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up: 0 for [empty](BlockState::Empty) blocks,
-    /// 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) blocks. With packed sequences `[sequences |
-    /// 1, num_heads_q | 1, n_q, n_k]`, where `n_q` and `n_k` are at most the same, and pairs past the last block are hidden.
+    /// 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) blocks. With packed sequences
+    /// `[sequences | 1, num_heads_q | 1, n_q, n_k]`, where `n_q` and `n_k` are at most the same, and pairs past the last block are hidden.
     pub states: Tensor<4, Int>,
     /// Queries in a block: a multiple of 128.
     pub block_q: usize,

@@ -6,8 +6,8 @@
 //! For each block of rows, a small kernel converts the states into a *list* of visited tiles of the size that the attention
 //! kernel uses. The run time is then proportional to the number of visited tiles. The lists also take causality, windows and
 //! lengths into account. With several sequences, each has its own lists, and blocks count from the start of the sequence, as
-//! tiles do. The states of packed sequences are numbered by sequence instead of batch. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section
-//! 3.3.)
+//! tiles do. The states of packed sequences are numbered by sequence instead of batch. (FlexAttention, arXiv:2412.05496, section
+//! 4.2; block-sparse FlashAttention, arXiv:2205.14135, section 3.3.)
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 

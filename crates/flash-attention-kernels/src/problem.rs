@@ -222,7 +222,8 @@ impl AttentionProblem {
     }
 
     /// Adds a block mask of this shape, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, with divisions
-    /// rounded up; packed sequences come first, and [`BlockMask::blocks`] says what their shape is. [`blocks`](mod@crate::blocks) defines the block states.
+    /// rounded up. [`BlockMask::blocks`] says what the shape is with packed sequences, which must have been added before.
+    /// [`blocks`](mod@crate::blocks) defines the block states.
     pub fn with_block_mask(mut self, shape: &[usize], block_q: usize, block_k: usize) -> Result<Self, AttentionError> {
         self.block_mask = Some(BlockMask { blocks: ranked("block_mask", shape)?, block_q, block_k });
         self.validated()

@@ -16,8 +16,8 @@ use cubecl::prelude::*;
 /// [`FULL`](crate::blocks::FULL). With packed sequences they are `[sequences, num_heads_q | 1, …]`, and blocks count from the
 /// start of each sequence. Causality, windows and lengths are ignored, because kernels apply them in any case.
 ///
-/// Only the mask, the `mask_tensors` and the `cu_seqlens` of `inputs` are read. Errors name the argument at fault; in that case nothing has been
-/// launched.
+/// Only the mask, the `mask_tensors` and the `cu_seqlens` of `inputs` are read. Errors name the argument at fault; in that case
+/// nothing has been launched.
 ///
 /// ```no_run
 /// use flash_attention_kernels::{AttentionProblem, Inputs, TensorView, block_states};

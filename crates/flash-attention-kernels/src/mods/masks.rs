@@ -145,8 +145,8 @@ impl<const REACH: u32> MaskMod for SlidingWindow<REACH> {
     }
 }
 
-/// The query itself and the `REACH` keys before it: `i − REACH ≤ j ≤ i` (Mistral 7B, arXiv:2310.06825, section 2, whose window
-/// counts the query itself and is `REACH + 1`). It reads no tensors.
+/// The query itself and the `REACH` keys before it: `i − REACH ≤ j ≤ i` (Mistral 7B, arXiv:2310.06825, section 2). It reads no
+/// tensors.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{CausalWindow, MaskFn, Pair, Values};
@@ -175,9 +175,8 @@ impl<const COUNT: u32> MaskMod for FirstKeys<COUNT> {
     }
 }
 
-/// Keys of the query's own chunk of `SIZE` positions: `⌊i / SIZE⌋ = ⌊j / SIZE⌋`. It reads no tensors. `And<Causal, Chunked<8192>>` is
-/// Llama 4's chunked attention; the block-local attention of Image Transformer has chunks, too (arXiv:1802.05751, section 3.3).
-/// `SIZE` is at least 1; 0 is taken as 1.
+/// Keys of the query's own chunk of `SIZE` positions: `⌊i / SIZE⌋ = ⌊j / SIZE⌋`. It reads no tensors. With [`Causal`] it is the
+/// chunked attention of Llama 4, `And<Causal, Chunked<8192>>`. `SIZE` is at least 1; 0 is taken as 1.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Chunked, MaskFn, Pair, Values};
@@ -198,7 +197,7 @@ impl<const SIZE: u32> MaskMod for Chunked<SIZE> {
 
 /// Keys at multiples of a gap from the query: `GAP` divides `i − j`. It reads no tensors. With a window it is a dilated window,
 /// `And<Stride<3>, SlidingWindow<6>>`, equal to [`Dilated`] of 3 and 2 for all heads. Sparse Transformers' strided attention is
-/// `And<Causal, Or<Stride<128>, SlidingWindow<128>>>` (arXiv:1904.10509, section 4.2). `GAP` is at least 1; 0 is taken as 1.
+/// `And<Causal, Or<Stride<128>, SlidingWindow<128>>>` (arXiv:1904.10509, section 4.3). `GAP` is at least 1; 0 is taken as 1.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{MaskFn, Pair, Stride, Values};

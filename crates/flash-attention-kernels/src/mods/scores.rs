@@ -32,8 +32,9 @@ impl ScoreMod for Temperature {
     }
 }
 
-/// Softcap, `CAP · tanh(score / CAP)`, which keeps scores between `−CAP` and `CAP` (Gemma 2, arXiv:2408.00118, section 2). It reads no
-/// tensors. It computes what the option `softcap` does, at any place of a chain of functions.
+/// Softcap, `CAP · tanh(score / CAP)`, which keeps scores between `−CAP` and `CAP` (Gemma 2, arXiv:2408.00118, section 2). It
+/// reads no tensors. It computes what the option `softcap` does, at any place of a chain of functions. `CAP` is at least 1;
+/// 0 is taken as 1.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Pair, ScoreFn, Softcap, Values};
@@ -49,18 +50,19 @@ impl<const CAP: u32> ScoreMod for Softcap<CAP> {
     const ADDITIVE: bool = false;
 
     fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
+        let cap = comptime!(Ord::max(CAP, 1) as f32);
         // Multiply, because a division would be slow.
-        comptime!(CAP as f32) * tanh(score * comptime!(1.0f32 / CAP as f32))
+        cap * tanh(score * comptime!(1.0f32 / cap))
     }
 
     fn backward(score: f32, _pair: Pair, _values: Values) -> Partials {
-        let capped = tanh(score * comptime!(1.0f32 / CAP as f32));
+        let capped = tanh(score * comptime!(1.0f32 / Ord::max(CAP, 1) as f32));
         Partials { score: 1.0f32 - capped * capped, a: 0.0f32, b: 0.0f32 }
     }
 }
 
 /// Logarithmic scaling with the number of keys up to the query, `score · a · ln(i + 1)`, so that attention over long sequences
-/// does not fade (Scalable-Softmax, arXiv:2501.19399, section 2). `a`, `[1, num_heads_q, 1, 1]`, is the scale of each head. It is
+/// does not fade (Scalable-Softmax, arXiv:2501.19399). `a`, `[1, num_heads_q, 1, 1]`, is the scale of each head. It is
 /// meant for causal attention aligned top-left, where query `i` sees `i + 1` keys.
 ///
 /// ```
@@ -160,8 +162,7 @@ impl ScoreMod for RelativePosition {
     }
 }
 
-/// Logarithmic decay with the distance, `score − a · ln(1 + b · |i − j|)` (KERPLE's logarithmic kernel, arXiv:2205.09921, section
-/// 4). `a` and `b`, `[1, num_heads_q, 1, 1]`, are above 0 and learned for each head.
+/// Logarithmic decay with the distance, `score − a · ln(1 + b · |i − j|)` (KERPLE's logarithmic kernel, arXiv:2205.09921). `a` and `b`, `[1, num_heads_q, 1, 1]`, are above 0 and learned for each head.
 ///
 /// ```
 /// use flash_attention_kernels::mods::{Kerple, Pair, ScoreFn, Values};

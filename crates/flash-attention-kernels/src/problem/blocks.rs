@@ -55,19 +55,20 @@ impl AttentionProblem {
     /// The kernels that sum gradients of biases, slopes and score tensors count tiles from the start of the tensors, and cannot
     /// read lists that count from the start of each sequence.
     fn check_packed_block_mask(&self) -> Result<()> {
+        if self.cu_seqlens.is_none() {
+            return Ok(());
+        }
         let [score_a, score_b] = self.score_tensors;
         let slopes = self.alibi_slopes.map(|[batch, heads]| [batch, heads, 1, 1]);
         let summed =
             [("bias", self.bias), ("alibi_slopes", slopes), (SCORE_TENSORS[0], score_a), (SCORE_TENSORS[1], score_b)];
-        for (option, shape) in summed {
-            if let Some(shape) = shape.filter(|_| self.cu_seqlens.is_some()) {
-                return Err(AttentionError::Unsupported {
-                    option,
-                    value: format!("a tensor {shape:?}"),
-                    why: "a block mask of packed sequences cannot be combined with it; use a mask function without a block mask",
-                });
-            }
+        match summed.into_iter().find_map(|(option, shape)| Some((option, shape?))) {
+            None => Ok(()),
+            Some((option, shape)) => Err(AttentionError::Unsupported {
+                option,
+                value: format!("a tensor {shape:?}"),
+                why: "a block mask of packed sequences cannot be combined with it; use a mask function without a block mask",
+            }),
         }
-        Ok(())
     }
 }

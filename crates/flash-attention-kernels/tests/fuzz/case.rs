@@ -78,7 +78,8 @@ impl Line {
             problem.cu_seqlens = Some(q.len() - 1);
         }
         if let Some(text) = self.text("blocks") {
-            let [batch, heads, ..] = pattern(text, "bh", [b, hq, 0, 0]).ok_or(format!("blocks={text}"))?;
+            let [batch, heads, ..] =
+                pattern(text, "bh", [problem.cu_seqlens.unwrap_or(b), hq, 0, 0]).ok_or(format!("blocks={text}"))?;
             let size = self.numbers("block_size")?.unwrap_or(vec![128; 2]);
             let &[block_q, block_k] = &size[..] else {
                 return Err("block_size must be two numbers, like 128,128".into());

@@ -138,6 +138,17 @@ fn packed_sequences() {
     }
 }
 
+/// Without any sequence nothing is seen, and there are no states.
+#[test]
+fn no_packed_sequences() {
+    let Some(client) = client() else { return };
+    let dtype = chosen_dtype();
+    for shape in [[0, 2, 1, 2], [1, 1, 1, 1]] {
+        let case = Case::new([1, 2, 1, 140, 150, 64, 64], dtype, causal()).with_cu_seqlens(&[0], &[0]).with_sinks();
+        case.with_block_mask(shape, [256, 128], vec![FULL; shape.iter().product()]).check(&client);
+    }
+}
+
 /// A block mask of packed sequences gives the same bits as that of the padded ones.
 #[test]
 fn packed_sequences_equal_padded_ones() {
