@@ -4,9 +4,8 @@ use crate::data::step;
 use crate::functions::{self, Document};
 use clap::ValueEnum;
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL};
-use flash_attention_kernels::mods::{MaskFn, ScoreFn, Temperature};
+use flash_attention_kernels::mods::{Alibi, MaskFn, ScoreFn, Softcap, Temperature};
 use flash_attention_kernels::{AttentionError, AttentionOptions, AttentionProblem, Dtype, KvStorage};
-use flash_attention_reference::mods::{Alibi, Softcap};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

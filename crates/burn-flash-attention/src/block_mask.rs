@@ -48,9 +48,9 @@ impl BlockState {
 /// State of each block of queries and keys: whether it is hidden, visible, or needs the mask and `mask_mod` evaluated. Only blocks that are
 /// not hidden cost time (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section 3.3).
 ///
-/// Query `i` and key `j`, counted from the beginning of the tensors, belong to the block `(i / block_q, j / block_k)`. Causality, windows
-/// and sequence lengths hide pairs in every block. Bias, slopes, score functions, sinks and dropout are not affected. Packed sequences
-/// cannot have a block mask, because they begin at any position. A block mask has no gradient.
+/// Query `i` and key `j`, counted from the beginning of their sequence, belong to the block `(i / block_q, j / block_k)`. Causality, windows
+/// and sequence lengths hide pairs in every block. Bias, slopes, score functions, sinks and dropout are not affected. Each packed sequence has
+/// states of its own; a bias, slopes and score tensors cannot be combined with these. A block mask has no gradient.
 ///
 /// Kernels iterate over lists of the blocks that they visit. The first call with a block mask builds these lists for its tiles, causality
 /// and window. Later calls, in any layer or step, reuse them from the block mask and its clones. Create the mask once if it does not
@@ -78,7 +78,8 @@ impl BlockState {
 #[derive(Clone, Debug)]
 pub struct BlockMask {
     /// `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, the last two rounded up: 0 for [empty](BlockState::Empty) blocks,
-    /// 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) blocks.
+    /// 1 for [partial](BlockState::Partial) blocks, and any other number for [full](BlockState::Full) blocks. With packed sequences
+    /// `[sequences | 1, num_heads_q | 1, n_q, n_k]`, where `n_q` and `n_k` are at most the same, and pairs past the last block are hidden.
     pub states: Tensor<4, Int>,
     /// Queries in a block: a multiple of 128.
     pub block_q: usize,

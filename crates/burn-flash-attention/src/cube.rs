@@ -83,6 +83,8 @@ fn try_block_states(
     let inputs = Inputs {
         mask: tensors.mask.as_ref().map(mask_view),
         mask_tensors: tensors.mask_tensors().map(|tensor| tensor.map(view)),
+        cu_seqlens_q: tensors.cu_seqlens_q.as_ref().map(view),
+        cu_seqlens_k: tensors.cu_seqlens_k.as_ref().map(view),
         ..Inputs::new(of_states(), of_states(), of_states())
     };
     block_states(&client, problem, &inputs, &of_states())?;

@@ -48,21 +48,29 @@ pub(crate) fn problem(
     if shapes.mask_a.is_some() {
         problem = problem.with_mask_tensors(&slices(&present(shapes.mask_tensors())))?;
     }
+    problem = with_cu_seqlens(problem, shapes.cu_seqlens_q.as_deref(), shapes.cu_seqlens_k.as_deref())?;
+    // The shape of a block mask depends on the number of sequences.
     if let Some(states) = &shapes.block_mask {
         problem = problem.with_block_mask(states, block_q, block_k)?;
     }
-    match (&shapes.cu_seqlens_q, &shapes.cu_seqlens_k) {
-        (Some(q), Some(k)) => problem = problem.with_cu_seqlens(q, k)?,
-        (None, None) => {}
-        (q, _) => {
-            return Err(AttentionError::Unsupported {
-                option: if q.is_some() { "cu_seqlens_k" } else { "cu_seqlens_q" },
-                value: "no tensor".into(),
-                why: "cu_seqlens_q and cu_seqlens_k must be given together",
-            });
-        }
-    }
     Ok(problem)
+}
+
+/// The problem with packed sequences, if both tensors are there.
+pub(crate) fn with_cu_seqlens(
+    problem: AttentionProblem,
+    q: Option<&[usize]>,
+    k: Option<&[usize]>,
+) -> Result<AttentionProblem, AttentionError> {
+    match (q, k) {
+        (Some(q), Some(k)) => problem.with_cu_seqlens(q, k),
+        (None, None) => Ok(problem),
+        (q, _) => Err(AttentionError::Unsupported {
+            option: if q.is_some() { "cu_seqlens_k" } else { "cu_seqlens_q" },
+            value: "no tensor".into(),
+            why: "cu_seqlens_q and cu_seqlens_k must be given together",
+        }),
+    }
 }
 
 fn present(shapes: [Option<&Vec<usize>>; TENSORS]) -> Vec<&Vec<usize>> {

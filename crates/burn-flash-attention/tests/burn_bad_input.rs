@@ -387,13 +387,17 @@ fn block_masks_that_do_not_fit() {
         refused!(with(&target, of([1, 1, 1, 1], 64, 128)), Option { .. }, "block_q is 64", multiple);
         refused!(with(&target, of([1, 1, 1, 1], 128, 0)), Option { .. }, "block_k is 0", multiple);
         refused!(with(&target, of([1, 1, 1, 1], 128, 192)), Option { .. }, "block_k is 192", multiple);
-        // Packed sequences, through either entry point.
+        // Packed sequences, through either entry point: as many states as sequences, and nothing that is summed over tiles.
         let ends = || Tensor::<1, Int>::from_data([0, 8, 16], d);
-        let packed = of([1, 1, 1, 1], 128, 128).with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
-        refused!(with(&target, packed), Unsupported { .. }, "block_mask", "packed sequences start anywhere");
+        let packed = |options: FlashAttentionOptions| options.with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
+        let error = with(&target, packed(of([3, 1, 1, 1], 128, 128)));
+        refused!(error, Blocks { .. }, "block_mask", "dimension 0 is 3", "[2, 4, 1, 1]");
+        let biased = of([2, 1, 1, 1], 128, 128).with_bias(zeros([1, 1, 1, 1], d));
+        refused!(with(&target, packed(biased)), Unsupported { .. }, "bias = a tensor [1, 1, 1, 1]", "packed sequences");
         let x = || Tensor::<3>::zeros([16, 4, 8], d);
-        let error = try_flash_attention_varlen(x(), x(), x(), ends(), ends(), &of([1, 1, 1, 1], 128, 128)).unwrap_err();
-        refused!(error, Unsupported { .. }, "block_mask", "packed sequences start anywhere");
+        let sloped = of([2, 4, 1, 1], 128, 128).with_alibi_slopes(Tensor::<1>::zeros([4], d));
+        let error = try_flash_attention_varlen(x(), x(), x(), ends(), ends(), &sloped).unwrap_err();
+        refused!(error, Unsupported { .. }, "alibi_slopes = a tensor [1, 4, 1, 1]", "packed sequences");
         // A block mask does not serialize.
         let error = serde_json::to_string(&of([1, 1, 2, 3], 128, 128)).unwrap_err().to_string();
         assert!(error.contains("block_mask is a tensor of shape [1, 1, 2, 3]"), "{error}");
@@ -412,8 +416,8 @@ fn block_masks_that_do_not_fit() {
         refused!(error, Broadcast { .. }, "mask_tensors[1] has shape [1, 1, 1, 300]", "dimension 3 is 300", scores);
         let error = of(&document([1, 2, 300, 1], [1, 1, 1, 200]), [1, 1]);
         refused!(error, Broadcast { .. }, "mask_tensors[0] has shape [1, 2, 300, 1]", "dimension 1 is 2", scores);
-        let packed = new().with_cu_seqlens_q(ends()).with_cu_seqlens_k(ends());
-        refused!(of(&packed, [1, 1]), Unsupported { .. }, "cu_seqlens_q = a tensor [3]", "start anywhere");
+        let half_packed = new().with_cu_seqlens_q(ends());
+        refused!(of(&half_packed, [1, 1]), Unsupported { .. }, "cu_seqlens_k = no tensor", "together");
         let mut alone = new();
         alone.mask_tensors = vec![zeros([1, 1, 1, 1], d)];
         refused!(of(&alone, [1, 1]), Unsupported { .. }, "mask_tensors[0] = a tensor", "mask_mod");

@@ -5,15 +5,16 @@
 //!
 //! For each block of rows, a small kernel converts the states into a *list* of visited tiles of the size that the attention
 //! kernel uses. The run time is then proportional to the number of visited tiles. The lists also take causality, windows and
-//! lengths into account. (FlexAttention, arXiv:2412.05496, section 4.2; block-sparse FlashAttention, arXiv:2205.14135, section
-//! 3.3.)
+//! lengths into account. With several sequences, each has its own lists, and blocks count from the start of the sequence, as
+//! tiles do. The states of packed sequences are numbered by sequence instead of batch. (FlexAttention, arXiv:2412.05496, section
+//! 4.2; block-sparse FlashAttention, arXiv:2205.14135, section 3.3.)
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
 use crate::extras::Extras;
 use crate::mask::{Band, Blocks};
 use crate::mods::{Mods, Place};
-use crate::sequences::Bounds;
+use crate::sequences::{Block, Bounds};
 use cubecl::prelude::*;
 
 /// State of a block without a visible pair.
@@ -37,7 +38,7 @@ pub const CLASSIFIERS: usize = 256;
 const EDGE: u32 = 1;
 /// Flag of an entry: the tile must be masked by mask and `mask_mod`.
 const MASKED: u32 = 2;
-/// Number of flag bits in an entry; the other bits are the tile's number.
+/// Number of flag bits in an entry; the other bits are the first column of the tile, which is below 2³⁰.
 const FLAGS: u32 = 2;
 
 /// A visited tile.
@@ -83,15 +84,25 @@ pub struct Visits {
     size: TileSize,
 }
 
-/// The tiles visited by the block of rows that begins at `row`, in this batch and query head. `band` is the band of queries and
-/// keys, even if rows are keys.
+/// The tiles visited by the block of rows that contains `row`, in this batch and query head. `band` is the band of queries and
+/// keys, even if rows are keys. A packed sequence may have more blocks than lists: rows past the last list visit nothing.
 #[cube]
 pub fn visits(extras: &Extras, band: &Band, batch: usize, head: usize, row: u32, #[comptime] size: TileSize) -> Visits {
     let (lists, band) = (extras.lists, *band);
     if comptime!(extras.is_sparse()) {
         let of = extras.lists.unwrap();
-        let at = batch * of.stride(0) + head * of.stride(1) + (row / size.rows) as usize * of.stride(2);
-        Visits { count: of[at], lists, at, first: 0u32.runtime(), row, band, size }
+        let first = if comptime!(size.keys) { band.first_key() } else { band.first_query() };
+        let block = ((row - first) / size.rows) as usize;
+        let mut at = band.number(batch as u32) as usize * of.stride(0) + head * of.stride(1);
+        let mut exists = true.runtime();
+        if comptime!(band.varlen) {
+            exists = block < of.shape(2);
+            at += min(block, of.shape(2) - 1) * of.stride(2);
+        } else {
+            at += block * of.stride(2);
+        }
+        let count = select(exists, of[at], 0u32);
+        Visits { count, lists, at, first: 0u32.runtime(), row, band, size }
     } else {
         let seen = seen(&band, row, size);
         let first = seen.origin + seen.start * size.columns;
@@ -111,8 +122,8 @@ fn seen(band: &Band, row: u32, #[comptime] size: TileSize) -> Blocks {
 
 /// Decodes an entry of a list.
 #[cube]
-pub fn visit_of(entry: u32, #[comptime] columns: u32) -> Visit {
-    Visit { start: (entry >> FLAGS) * columns, fully_visible: entry & EDGE == 0, masked: entry & MASKED != 0 }
+pub fn visit_of(entry: u32) -> Visit {
+    Visit { start: entry >> FLAGS, fully_visible: entry & EDGE == 0, masked: entry & MASKED != 0 }
 }
 
 /// The number of the `nth` block in [`order()`], for this batch and query head.
@@ -135,14 +146,14 @@ impl Visits {
         self.at as u32 + comptime!(HEADER as u32 - 1) + max(self.count, 1u32)
     }
 
-    /// Index of the visit of this tile; `count` if the tile is not visited.
-    pub fn find(&self, tile: u32) -> u32 {
+    /// Index of the visit of the tile that begins at `column`; `count` if the tile is not visited.
+    pub fn find(&self, column: u32) -> u32 {
         let lists = self.lists.unwrap();
         let mut first = 0u32.runtime();
         let mut after = self.count;
         while first < after {
             let middle = (first + after) / 2;
-            if lists[self.at + HEADER + middle as usize] >> FLAGS < tile {
+            if lists[self.at + HEADER + middle as usize] >> FLAGS < column {
                 first = middle + 1;
             } else {
                 after = middle;
@@ -150,7 +161,7 @@ impl Visits {
         }
         let mut found = false.runtime();
         if first < self.count {
-            found = lists[self.at + HEADER + first as usize] >> FLAGS == tile;
+            found = lists[self.at + HEADER + first as usize] >> FLAGS == column;
         }
         select(found, first, self.count)
     }
@@ -160,7 +171,7 @@ impl Visits {
         if comptime!(self.lists.is_some()) {
             let nth = min(nth, max(self.count, 1u32) - 1);
             let entry = self.lists.unwrap()[(self.at as u32 + comptime!(HEADER as u32) + nth) as usize];
-            visit_of(entry, self.size.columns)
+            visit_of(entry)
         } else {
             let start = self.first + nth * self.size.columns;
             let fully_visible = is_fully_visible(&self.band, self.row, start, self.size);
@@ -221,44 +232,52 @@ fn is_fully_visible(band: &Band, row: u32, column: u32, #[comptime] size: TileSi
     }
 }
 
-/// The band of a batch, which is one sequence if `varlen`.
+/// The queries of a sequence as one block. Without `varlen` each batch is one sequence.
 #[cube]
-fn band_of(bounds: &Bounds, band: &Band, batch: u32, #[comptime] varlen: bool) -> Band {
+fn sequence_of(bounds: &Bounds, band: &Band, number: u32, #[comptime] varlen: bool) -> Block {
     if comptime!(varlen) {
-        let (of_queries, of_keys) = bounds.sides(batch, false);
-        band.of(batch, of_queries.begin, of_queries.end, of_keys.begin, of_keys.end)
+        bounds.block(number, band)
     } else {
-        *band
+        Block { batch: number, start: 0u32.runtime(), band: *band }
     }
+}
+
+/// Size of the blocks of a block mask.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct BlockSize {
+    /// Queries of a block.
+    pub queries: u32,
+    /// Keys of a block.
+    pub keys: u32,
 }
 
 /// States of a block mask.
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockStates {
-    /// `[B | 1, H | 1, nq, nk]`.
+    /// `[B | 1, H | 1, nq, nk]`, with packed sequences `[sequences | 1, H | 1, nq, nk]`.
     pub tensor: &'static Tensor<u32>,
-    /// Queries of a block.
-    pub block_q: u32,
-    /// Keys of a block.
-    pub block_k: u32,
+    /// Size of a block.
+    pub size: BlockSize,
 }
 
 #[cube]
 impl BlockStates {
-    /// The state of the block that contains a pair. Rows are queries, or keys if `keys`.
-    pub fn at(&self, batch: usize, head: usize, row: u32, column: u32, #[comptime] keys: bool) -> u32 {
+    /// The state of the block that contains a pair. Positions count from the start of the sequence. Rows are queries, or keys if
+    /// `keys`.
+    pub fn at(&self, sequence: usize, head: usize, row: u32, column: u32, #[comptime] keys: bool) -> u32 {
         let (i, j) = if comptime!(keys) { (column, row) } else { (row, column) };
-        let (of_q, of_k) = ((i / self.block_q) as usize, (j / self.block_k) as usize);
-        self.tensor[batch * self.tensor.stride(0)
+        let (of_q, of_k) = ((i / self.size.queries) as usize, (j / self.size.keys) as usize);
+        self.tensor[sequence * self.tensor.stride(0)
             + head * self.tensor.stride(1)
             + of_q * self.tensor.stride(2)
             + of_k * self.tensor.stride(3)]
     }
 }
 
-/// Writes the lists of visited tiles of this size: `out [B | 1, H | 1, blocks, HEADER + tiles]`. The list of a block of rows
-/// holds the number of visited tiles and one entry for each. Each thread block writes one list. `bounds` gives the lengths of
-/// the batches' sequences if `varlen`.
+/// Writes the lists of visited tiles of this size: `out [sequences | 1, H | 1, blocks, HEADER + tiles]`. The list of a block of
+/// rows holds the number of visited tiles and one entry for each. Each thread block writes one list. `bounds` gives the
+/// sequences if `varlen`; else each batch is one. Tiles past the last block of the states are not visited.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn list(
     states: BlockStates,
@@ -271,17 +290,20 @@ pub fn list(
     let mut board = Shared::<[u32]>::new_slice(UNITS);
     let (blocks, heads) = (out.shape(2), out.shape(1));
     let (block, of_head) = (CUBE_POS % blocks, CUBE_POS / blocks);
-    let (head, batch) = (of_head % heads, of_head / heads);
-    if batch >= out.shape(0) {
+    let (head, sequence) = (of_head % heads, of_head / heads);
+    if sequence >= out.shape(0) {
         terminate!();
     }
-    let band = band_of(&bounds, &band, batch as u32, varlen);
-    let row = block as u32 * size.rows;
-    let at = batch * out.stride(0) + head * out.stride(1) + block * out.stride(2);
+    let band = sequence_of(&bounds, &band, sequence as u32, varlen).band;
+    // Row and columns of the states, which count from the start of the sequence.
+    let row_in_states = block as u32 * size.rows;
+    let row = row_in_states + if comptime!(size.keys) { band.first_key() } else { band.first_query() };
+    let at = sequence * out.stride(0) + head * out.stride(1) + block * out.stride(2);
     let seen = seen(&band, row, size);
     // Rows past the end of a sequence see nothing.
     let is_row = if comptime!(size.keys) { band.is_key(row) } else { band.is_query(row) };
-    let end = select(is_row, seen.end, seen.start);
+    let last = min(seen.end, (out.shape(3) - HEADER) as u32);
+    let end = select(is_row, max(last, seen.start), seen.start);
 
     // -- each thread counts the visited tiles of a range, and sums the counts of the threads before it
     let of_unit = (end - seen.start).div_ceil(comptime!(UNITS as u32));
@@ -289,7 +311,7 @@ pub fn list(
     let last = min(first + of_unit, end);
     let mut count = 0u32.runtime();
     for tile in first..last {
-        count += u32::cast_from(states.at(batch, head, row, tile * size.columns, size.keys) != EMPTY);
+        count += u32::cast_from(states.at(sequence, head, row_in_states, tile * size.columns, size.keys) != EMPTY);
     }
     board[UNIT_POS as usize] = count;
     sync_cube();
@@ -302,12 +324,12 @@ pub fn list(
 
     // -- the entries of the thread's tiles
     for tile in first..last {
-        let column = tile * size.columns;
-        let state = states.at(batch, head, row, column, size.keys);
+        let state = states.at(sequence, head, row_in_states, tile * size.columns, size.keys);
         if state != EMPTY {
+            let column = seen.origin + tile * size.columns;
             let fully_visible = is_fully_visible(&band, row, column, size);
             let flags = select(fully_visible, 0u32, EDGE) | select(state == PARTIAL, MASKED, 0u32);
-            out[at + HEADER + before as usize] = tile << FLAGS | flags;
+            out[at + HEADER + before as usize] = column << FLAGS | flags;
             before += 1;
         }
     }
@@ -362,28 +384,33 @@ pub fn order(lists: &mut Tensor<u32>) {
     }
 }
 
-/// Computes the states of a block mask from mask and `mask_mod`: `out [B | 1, H | 1, nq, nk]`. The band is ignored. Each thread
-/// block computes one state.
+/// Computes the states of a block mask from mask and `mask_mod`: `out [B | 1, H | 1, nq, nk]`, or `[sequences, H | 1, nq, nk]` of
+/// the packed sequences of `bounds` if `varlen`. Causality and windows are ignored. Each thread block computes one state.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn classify<M: Numeric>(
     mask: ComptimeOption<&Tensor<M>>,
     out: &mut Tensor<u32>,
     mods: Mods,
+    bounds: Bounds,
     band: Band,
-    block_q: u32,
-    block_k: u32,
+    size: BlockSize,
+    #[comptime] varlen: bool,
     #[define(M)] _type: ElemType,
 ) {
     let mut board = Shared::<[u32]>::new_slice(comptime!(2 * CLASSIFIERS));
     let (across, down) = (out.shape(3), out.shape(2));
     let (of_k, rest) = (CUBE_POS % across, CUBE_POS / across);
     let (of_q, rest) = (rest % down, rest / down);
-    let (head, batch) = (rest % out.shape(1), rest / out.shape(1));
-    if batch >= out.shape(0) {
+    let (head, sequence) = (rest % out.shape(1), rest / out.shape(1));
+    if sequence >= out.shape(0) {
         terminate!();
     }
-    let (first_i, first_j) = (of_q as u32 * block_q, of_k as u32 * block_k);
-    let (after_i, after_j) = (min(first_i + block_q, band.after_queries()), min(first_j + block_k, band.after_keys()));
+    let of = sequence_of(&bounds, &band, sequence as u32, varlen);
+    let (batch, band) = (of.batch as usize, of.band);
+    let first_i = band.first_query() + of_q as u32 * size.queries;
+    let first_j = band.first_key() + of_k as u32 * size.keys;
+    let after_i = min(first_i + size.queries, band.after_queries());
+    let after_j = min(first_j + size.keys, band.after_keys());
     let mut any = false.runtime();
     let mut all = true.runtime();
     // Rows and columns are counted separately: their product may exceed 32 bits.
@@ -415,7 +442,7 @@ pub fn classify<M: Numeric>(
             any |= board[unit];
             all &= board[unit + CLASSIFIERS];
         }
-        let at = batch * out.stride(0) + head * out.stride(1) + of_q * out.stride(2) + of_k * out.stride(3);
+        let at = sequence * out.stride(0) + head * out.stride(1) + of_q * out.stride(2) + of_k * out.stride(3);
         out[at] = select(any == 0, EMPTY, select(all == 1, FULL, PARTIAL));
     }
 }

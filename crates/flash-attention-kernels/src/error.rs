@@ -172,9 +172,9 @@ pub enum AttentionError {
         /// Its size.
         value: usize,
     },
-    /// A block mask that has not as many blocks as the scores.
+    /// A block mask that has not as many blocks as the scores. Packed sequences may have fewer blocks, but not none.
     #[error(
-        "block_mask has shape {shape:?}; expected are [batch | 1, num_heads_q | 1, blocks of queries, blocks of keys] = {expected:?}: dimension {dimension} is {value}"
+        "block_mask has shape {shape:?}; expected are [batch or sequences | 1, num_heads_q | 1, blocks of queries, blocks of keys] = {expected:?}: dimension {dimension} is {value}"
     )]
     Blocks {
         /// Its shape.

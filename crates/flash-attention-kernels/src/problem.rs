@@ -3,11 +3,12 @@
 mod options;
 pub use options::*;
 
+mod blocks;
 mod checks;
 mod pages;
+pub use blocks::BlockMask;
 pub use pages::PagedKv;
 
-use crate::blocks::BLOCK;
 use crate::dtype::Dtype;
 use crate::error::{AttentionError, Result};
 use crate::mask::Band;
@@ -86,24 +87,6 @@ pub struct AttentionProblem {
     pub pages: Option<PagedKv>,
     /// Options that are numbers or functions.
     pub options: AttentionOptions,
-}
-
-/// Shape of a block mask.
-///
-/// ```
-/// use flash_attention_kernels::BlockMask;
-///
-/// let mask = BlockMask { blocks: [1, 8, 32, 32], block_q: 128, block_k: 128 };
-/// assert_eq!(mask.blocks[2] * mask.block_q, 4096);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockMask {
-    /// Number of blocks, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`. The divisions round up.
-    pub blocks: [usize; 4],
-    /// Queries of a block, a multiple of 128.
-    pub block_q: usize,
-    /// Keys of a block, a multiple of 128.
-    pub block_k: usize,
 }
 
 /// Names of the functions' tensors in error messages.
@@ -239,35 +222,11 @@ impl AttentionProblem {
     }
 
     /// Adds a block mask of this shape, `[batch | 1, num_heads_q | 1, seq_q / block_q, seq_k / block_k]`, with divisions
-    /// rounded up. [`blocks`](mod@crate::blocks) defines the block states.
+    /// rounded up. [`BlockMask::blocks`] says what the shape is with packed sequences, which must have been added before.
+    /// [`blocks`](mod@crate::blocks) defines the block states.
     pub fn with_block_mask(mut self, shape: &[usize], block_q: usize, block_k: usize) -> Result<Self, AttentionError> {
         self.block_mask = Some(BlockMask { blocks: ranked("block_mask", shape)?, block_q, block_k });
         self.validated()
-    }
-
-    fn check_block_mask(&self, mask: BlockMask) -> Result<()> {
-        for (option, value) in [("block_q", mask.block_q), ("block_k", mask.block_k)] {
-            if value == 0 || !value.is_multiple_of(BLOCK) || value > MAX_SEQ {
-                let requirement = "a multiple of 128, so that the tiles of kernels divide blocks";
-                return Err(AttentionError::Option { option, value: value as f64, requirement });
-            }
-        }
-        if self.cu_seqlens.is_some() {
-            return Err(AttentionError::Unsupported {
-                option: "block_mask",
-                value: format!("{:?}", mask.blocks),
-                why: "its blocks count from the start of the tensors, but packed sequences start anywhere; use a mask function, which \
-                      counts from the start of each sequence",
-            });
-        }
-        let (seq_q, seq_k) = (self.seq_q.div_ceil(mask.block_q), self.seq_k.div_ceil(mask.block_k));
-        let expected = [self.batch, self.num_heads_q, seq_q, seq_k];
-        for (dimension, value) in mask.blocks.into_iter().enumerate() {
-            if value != expected[dimension] && (dimension > 1 || value != 1) {
-                return Err(AttentionError::Blocks { shape: mask.blocks, expected, dimension, value });
-            }
-        }
-        Ok(())
     }
 
     fn validated(self) -> Result<Self> {

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! In `|i − j|`, `i` is the query's position among the keys. `z` is the factor of dropout. Blocks of a block mask count positions from the
-//! beginning of the tensors. In a full block, mask and function are not evaluated.
+//! beginning of the sequence. In a full block, mask and function are not evaluated.
 //!
 //! Users' functions compute in f32: `t` is rounded to f32 for `f`, and the results of `f` and its derivatives have the precision of f32.
 //!

@@ -42,59 +42,6 @@ impl ScoreMod for Relative {
     }
 }
 
-/// ALiBi as a score function, equal to the option `alibi_slopes` (arXiv:2108.12409, section 3): `t − a · |i − j|`, where `a` is the slope
-/// of a head, from a tensor `[batch | 1, heads, 1, 1]`. Additive.
-///
-/// ```
-/// use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
-/// use flash_attention_reference::mods::Alibi;
-///
-/// let alibi = ScoreFn::of::<Alibi>();
-/// assert_eq!(alibi.score(1.0, Pair::of(0, 0, 9, 1), Values { a: 0.125, b: 0.0 }), 0.0);
-/// ```
-pub struct Alibi;
-
-#[cube]
-impl ScoreMod for Alibi {
-    const ADDITIVE: bool = true;
-
-    fn score(score: f32, pair: Pair, values: Values) -> f32 {
-        score - values.a * f32::abs(pair.distance)
-    }
-
-    fn backward(_score: f32, pair: Pair, _values: Values) -> Partials {
-        Partials { score: 1.0f32, a: -f32::abs(pair.distance), b: 0.0f32 }
-    }
-}
-
-/// Softcap as a score function, equal to the option of that name (Gemma 2, arXiv:2408.00118, section 2): `CAP tanh(t / CAP)`. Without
-/// tensors.
-///
-/// ```
-/// use flash_attention_kernels::mods::{Pair, ScoreFn, Values};
-/// use flash_attention_reference::mods::Softcap;
-///
-/// let softcap = ScoreFn::of::<Softcap<30>>();
-/// assert_eq!(softcap.score(1e9, Pair::of(0, 0, 0, 0), Values::default()), 30.0);
-/// assert_eq!(softcap.backward(0.0, Pair::of(0, 0, 0, 0), Values::default()).score, 1.0);
-/// ```
-pub struct Softcap<const CAP: u32>;
-
-#[cube]
-impl<const CAP: u32> ScoreMod for Softcap<CAP> {
-    const ADDITIVE: bool = false;
-
-    fn score(score: f32, _pair: Pair, _values: Values) -> f32 {
-        // Multiply, because a division would be slow.
-        comptime!(CAP as f32) * tanh(score * comptime!(1.0f32 / CAP as f32))
-    }
-
-    fn backward(score: f32, _pair: Pair, _values: Values) -> Partials {
-        let capped = tanh(score * comptime!(1.0f32 / CAP as f32));
-        Partials { score: 1.0f32 - capped * capped, a: 0.0f32, b: 0.0f32 }
-    }
-}
-
 /// Slopes from a tensor: `t − a · |i − j| / 16`. Additive.
 ///
 /// ```

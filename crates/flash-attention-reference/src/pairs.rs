@@ -48,9 +48,14 @@ const PACKED: (usize, usize) = (16, 4);
 /// Index of the option for block masks. Its choice 0 is no block mask.
 const BLOCKS: usize = 19;
 
-/// Whether two choices exclude each other: packed sequences cannot have a block mask.
-fn contradicts([(a, x), (b, y)]: TwoChoices) -> bool {
-    (a, b) == (PACKED.0, BLOCKS) && x >= PACKED.1 && y > 0
+/// Options that packed sequences with a block mask cannot have, each with its last choice that is none of it: bias, slopes, tensors of a
+/// score function.
+const SUMMED: [(usize, usize); 3] = [(9, 0), (10, 0), (17, 1)];
+
+/// Whether the choices made so far exclude each other.
+fn contradicts(row: &[Option<usize>]) -> bool {
+    let above = |(option, least): (usize, usize)| row[option].is_some_and(|choice| choice > least);
+    above((PACKED.0, PACKED.1 - 1)) && above((BLOCKS, 0)) && SUMMED.into_iter().any(above)
 }
 
 /// At least `least` problems that cover every pair of choices of any two options.
@@ -125,7 +130,8 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
         *ends[1].last_mut().expect("there is an end") -= 1;
     }
     problem.cu_seqlens = (ragged >= PACKED.1).then_some(4 * b);
-    let [one, each] = [([1, 1], [128, 128]), ([b, hq], [256, 128])].map(|([b, h], [block_q, block_k])| {
+    let sequences = problem.cu_seqlens.unwrap_or(b);
+    let [one, each] = [([1, 1], [128, 128]), ([sequences, hq], [256, 128])].map(|([b, h], [block_q, block_k])| {
         let blocks = [b, h, sq.div_ceil(block_q), sk.div_ceil(block_k)];
         BlockMask { blocks, block_q, block_k }
     });
@@ -142,7 +148,7 @@ fn pair(n: u64, choices: &[usize]) -> Pair {
     Pair { problem, dlse: dlse > 0, layout, seq_lens, cu_seqlens: ends, block_states }
 }
 
-/// At least `least` rows with a choice for each option, which cover every pair of choices that do not exclude each other. If `least`
+/// At least `least` rows with a choice for each option, which cover every pair of choices and do not contradict themselves. If `least`
 /// demands more rows, the pairs are covered again by other rows. (D. M. Cohen et al., The AETG system: an approach to testing based on
 /// combinatorial design, 1997.)
 fn covering(choices: &[usize], least: usize) -> Vec<Vec<usize>> {
@@ -168,9 +174,7 @@ type TwoChoices = [(usize, usize); 2];
 
 fn every_pair(choices: &[usize]) -> impl Iterator<Item = TwoChoices> {
     let options = (0..choices.len()).flat_map(move |a| (a + 1..choices.len()).map(move |b| (a, b)));
-    let pairs = options
-        .flat_map(move |(a, b)| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| [(a, x), (b, y)])));
-    pairs.filter(|pair| !contradicts(*pair))
+    options.flat_map(move |(a, b)| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| [(a, x), (b, y)])))
 }
 
 /// The missing pairs that a row covers.
@@ -200,14 +204,9 @@ fn row(choices: &[usize], missing: &HashSet<TwoChoices>, random: &mut StdRng) ->
             row.iter().enumerate().filter_map(with).count()
         };
         let fits = |choice: &usize| {
-            let with = |(other, known): (usize, &Option<usize>)| {
-                known.is_none_or(|known| {
-                    let mut pair = [(option, *choice), (other, known)];
-                    pair.sort_unstable();
-                    !contradicts(pair)
-                })
-            };
-            row.iter().enumerate().all(with)
+            let mut with = row.clone();
+            with[option] = Some(*choice);
+            !contradicts(&with)
         };
         let first = random.random_range(0..choices[option]);
         let turned = (0..choices[option]).map(|n| (first + n) % choices[option]);
@@ -226,7 +225,7 @@ mod tests {
         let mut missing: HashSet<_> = every_pair(&CHOICES).collect();
         for row in &rows {
             assert!(row.iter().zip(CHOICES).all(|(choice, choices)| *choice < choices));
-            assert!(!contradicts([(PACKED.0, row[PACKED.0]), (BLOCKS, row[BLOCKS])]));
+            assert!(!contradicts(&row.iter().copied().map(Some).collect::<Vec<_>>()));
             for pair in met(row, &missing).collect::<Vec<_>>() {
                 missing.remove(&pair);
             }

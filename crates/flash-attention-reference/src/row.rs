@@ -132,12 +132,17 @@ pub(crate) struct Derivatives {
     pub of_tensors: [Vec<f64>; TENSORS],
 }
 
-/// State of the block that a pair belongs to. Without a block mask, mask and function are evaluated everywhere.
+/// State of the block that a pair belongs to, which the band must show. Without a block mask, mask and function are evaluated everywhere.
 pub(crate) fn block_state(problem: &AttentionProblem, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> u32 {
-    match (problem.block_mask, inputs.block_mask) {
-        (Some(of), Some(states)) => states[broadcast_index(of.blocks, [b, h, i / of.block_q, j / of.block_k])],
-        _ => PARTIAL,
+    let (Some(of), Some(states)) = (problem.block_mask, inputs.block_mask) else { return PARTIAL };
+    // Blocks count from the beginning of the sequence. Past the last one, pairs are hidden.
+    let [number, first_q, first_k] =
+        inputs.sequence(problem, b, i).map_or([b, 0, 0], |of| [of.number, of.q.start, of.k.start]);
+    let block = [(i - first_q) / of.block_q, (j - first_k) / of.block_k];
+    if block[0] >= of.blocks[2] || block[1] >= of.blocks[3] {
+        return EMPTY;
     }
+    states[broadcast_index(of.blocks, [number, h, block[0], block[1]])]
 }
 
 /// A pair of one band, as functions see it.

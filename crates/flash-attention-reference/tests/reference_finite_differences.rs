@@ -3,7 +3,10 @@
 mod reference_common;
 
 use cubecl::prelude::*;
-use flash_attention_kernels::mods::{Document, MaskFn, Pair, Partials, ScoreFn, ScoreMod, Then, Values};
+use flash_attention_kernels::mods::{
+    Alibi, Bias, Document, Kerple, MaskFn, Pair, Partials, RelativePosition, ScalableSoftmax, ScoreFn, ScoreMod,
+    Softcap, Swapped, Temperature, Then, Values,
+};
 use flash_attention_kernels::{Alignment, AttentionOptions, BackwardOrder, Precision};
 use flash_attention_reference::Gradients;
 use flash_attention_reference::mods::{Bent, Relative, Sloped};
@@ -305,6 +308,32 @@ fn gradients_agree_for_functions_of_functions() {
     let shapes = [[1, 4, 1, 5], [2, 1, 3, 1]];
     check_function(&Case::new(GROUPED, PLAIN).with_score_mod(ScoreFn::of::<Then<Sloped, Bent>>(), &shapes));
     check_function(&Case::new(GROUPED, PLAIN).with_score_mod(ScoreFn::of::<Then<Bent, Bent>>(), &shapes));
+}
+
+/// The ready-made functions. Their tensors are above 0, as a temperature and a decay must be.
+#[test]
+fn gradients_agree_for_ready_made_functions() {
+    let heads = [[1, 4, 1, 1]; 2];
+    let functions = [
+        (ScoreFn::of::<Temperature>(), 1),
+        (ScoreFn::of::<Softcap<3>>(), 0),
+        (ScoreFn::of::<ScalableSoftmax>(), 1),
+        (ScoreFn::of::<Bias>(), 1),
+        (ScoreFn::of::<Alibi>(), 1),
+        (ScoreFn::of::<RelativePosition>(), 1),
+        (ScoreFn::of::<Kerple>(), 2),
+        (ScoreFn::of::<Swapped<Kerple>>(), 2),
+        (ScoreFn::of::<Then<Temperature, Swapped<Alibi>>>(), 2),
+    ];
+    for options in [PLAIN, CAUSAL] {
+        for (function, tensors) in functions {
+            let mut case = Case::new(GROUPED, options).with_score_mod(function, &heads[..tensors]).with_dlse();
+            for values in case.tensors.score_tensors.iter_mut().flatten() {
+                values.iter_mut().for_each(|value| *value = value.abs() + 1.0);
+            }
+            check_function(&case);
+        }
+    }
 }
 
 #[test]

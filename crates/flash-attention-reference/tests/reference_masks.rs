@@ -2,7 +2,10 @@
 
 mod reference_common;
 
-use flash_attention_kernels::mods::{And, Causal, Document, MaskFn, Not, Or, ScoreFn};
+use flash_attention_kernels::mods::{
+    And, Causal, CausalWindow, Chunked, Document, FirstKeys, MaskFn, Neighborhood, Not, Or, Pair, ScoreFn,
+    SlidingWindow, Stride, Values,
+};
 use flash_attention_kernels::{Alignment, AttentionOptions};
 use flash_attention_reference::mods::{Relative, Strided};
 use reference_common::{Case, broadcasts};
@@ -111,6 +114,23 @@ fn a_causal_function_equals_the_option() {
 }
 
 #[test]
+fn ready_made_functions_as_drawn() {
+    let of = |function| drawn(5, 5, with_mask_mod(function));
+    assert_eq!(of(MaskFn::of::<SlidingWindow<1>>()), ["11000", "11100", "01110", "00111", "00011"]);
+    assert_eq!(of(MaskFn::of::<CausalWindow<1>>()), ["10000", "11000", "01100", "00110", "00011"]);
+    assert_eq!(of(MaskFn::of::<And<Causal, Chunked<2>>>()), ["10000", "11000", "00100", "00110", "00001"]);
+    assert_eq!(of(MaskFn::of::<Or<FirstKeys<1>, CausalWindow<0>>>()), ["10000", "11000", "10100", "10010", "10001"]);
+    assert_eq!(of(MaskFn::of::<Stride<3>>()), ["10010", "01001", "00100", "10010", "01001"]);
+    // An image of three rows of two.
+    let near = drawn(6, 6, with_mask_mod(MaskFn::of::<Neighborhood<2, 3, 0>>()));
+    assert_eq!(near, ["100000", "010000", "001000", "000100", "000010", "000001"]);
+    let near = drawn(6, 6, with_mask_mod(MaskFn::of::<Neighborhood<3, 2, 1>>()));
+    assert_eq!(near, ["111111"; 6]);
+    let near = drawn(8, 8, with_mask_mod(MaskFn::of::<Neighborhood<2, 4, 1>>()));
+    assert_eq!((&near[0][..], &near[7][..]), ("11111100", "00111111"));
+}
+
+#[test]
 fn functions_of_masks_as_drawn() {
     assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<Causal>())), ["100", "110"]);
     assert_eq!(drawn(2, 3, with_mask_mod(MaskFn::of::<Not<Causal>>())), ["011", "001"]);
@@ -194,6 +214,41 @@ fn a_block_mask_equals_the_boolean_mask() {
         assert_eq!(blocks.backward(), written.backward());
         assert_ne!(blocks.forward(), masked.forward());
     }
+}
+
+/// Each packed sequence has states of its own, and its blocks count from its first query and key.
+#[test]
+fn block_masks_of_packed_sequences_equal_separate_ones() {
+    let options = AttentionOptions { mask_mod: Some(MaskFn::of::<Strided>()), ..causal(Alignment::BottomRight) };
+    // 150, 0 and 200 queries, and 130, 40 and 300 keys.
+    let (cu_q, cu_k) = ([0, 150, 150, 350], [0, 130, 170, 470]);
+    let packed = Case::new([1, 2, 1, 350, 470, 3, 2], options).with_cu_seqlens(&cu_q, &cu_k).with_dlse();
+    // The third sequence has two blocks of queries and three of keys, and the states have two of each: keys from 256 on are hidden.
+    let shape = [3, 2, 2, 2];
+    let states: Vec<u32> = (0..24).map(|n| [1, 2, 0, 2, 1][n % 5]).collect();
+    let mut blocks = packed.clone();
+    blocks.problem = blocks.problem.with_block_mask(&shape, 128, 128).unwrap();
+    blocks.tensors.block_mask = Some(states.clone());
+    // Written out as a mask of the tensors.
+    let mut written = packed.with_mask([1, 2, 350, 470]);
+    written.problem.options.mask_mod = None;
+    let strided = MaskFn::of::<Strided>();
+    let hidden = |[_, h, i, j]: [usize; 4]| {
+        let of = |ends: [usize; 4], n: usize| (0..3).rfind(|s| ends[*s] <= n && n < ends[*s + 1]);
+        let (Some(s), Some(of_key)) = (of(cu_q, i), of(cu_k, j)) else { return true };
+        let (i, j) = (i - cu_q[s], j.wrapping_sub(cu_k[s]));
+        if s != of_key || j >= 256 {
+            return true;
+        }
+        match states[((s * 2 + h) * 2 + i / 128) * 2 + j / 128] {
+            0 => true,
+            1 => !strided.sees(Pair::of(s as u32, h as u32, i as u32, j as u32), Values::default()),
+            _ => false,
+        }
+    };
+    written.tensors.mask = Some(indices([1, 2, 350, 470]).map(hidden).collect());
+    assert_eq!(blocks.forward(), written.forward());
+    assert_eq!(blocks.backward(), written.backward());
 }
 
 /// Functions have no effect in full and in empty blocks. Options hide pairs in any block.

@@ -1,12 +1,14 @@
 //! Block masks on the host, with the states of [`flash_attention_kernels::blocks`].
 
+use super::sequences::Sequences;
 use super::tile::{Broadcast, TILE_K, TILE_Q, Tables, Tile};
 use flash_attention_kernels::blocks::{BLOCK, EMPTY, FULL, PARTIAL};
+use flash_attention_kernels::mask::Band;
 use flash_attention_kernels::mods::{Pair, Values};
 use flash_attention_kernels::{AttentionProblem, BlockMask};
 use rayon::prelude::*;
 
-// A tile lies within one block.
+// A tile lies within one block, if each batch is one sequence.
 const _: () = assert!(BLOCK.is_multiple_of(TILE_Q) && BLOCK.is_multiple_of(TILE_K));
 
 /// Block states of a call.
@@ -21,38 +23,78 @@ impl States {
         States { of, states }
     }
 
-    /// State of the block that contains a tile.
-    pub fn of(&self, tile: Tile) -> u32 {
-        let BlockMask { blocks: [batch, heads, of_q, of_k], block_q, block_k } = self.of;
-        let (b, h) = (if batch == 1 { 0 } else { tile.b }, if heads == 1 { 0 } else { tile.h });
-        self.states[((b * heads + h) * of_q + tile.q_start / block_q) * of_k + tile.k_start / block_k]
+    /// State of the block that contains a pair, whose positions count from the start of the sequence. Past the last block, pairs are
+    /// hidden.
+    pub fn at(&self, [sequence, h, i, j]: [usize; 4]) -> u32 {
+        let BlockMask { blocks: [sequences, heads, of_q, of_k], block_q, block_k } = self.of;
+        let (s, h) = (if sequences == 1 { 0 } else { sequence }, if heads == 1 { 0 } else { h });
+        let (q, k) = (i / block_q, j / block_k);
+        if q < of_q && k < of_k { self.states[((s * heads + h) * of_q + q) * of_k + k] } else { EMPTY }
+    }
+
+    /// State of the blocks that a tile belongs to; `None` if they differ, as they may where several sequences begin in the tensors.
+    pub fn of(&self, tile: Tile, sequences: Option<&Sequences>) -> Option<u32> {
+        let Tile { b, h, q_start, queries, k_start, cols, .. } = tile;
+        let Some(sequences) = sequences else { return Some(self.at([b, h, q_start, k_start])) };
+        let mut state = None;
+        for band in sequences.of(b) {
+            let part = |from: usize, len: usize, [begin, end]: [u32; 2]| {
+                let (begin, end) = (begin as usize, end as usize);
+                from.max(begin) - begin..(from + len).min(end).max(begin) - begin
+            };
+            let (queries, keys) =
+                (part(q_start, queries, [band.begin_q, band.end_q]), part(k_start, cols, [band.begin_k, band.end_k]));
+            if queries.is_empty() || keys.is_empty() {
+                continue;
+            }
+            for q in queries.start / self.of.block_q..queries.end.div_ceil(self.of.block_q) {
+                for k in keys.start / self.of.block_k..keys.end.div_ceil(self.of.block_k) {
+                    let of = self.at([band.sequence as usize, h, q * self.of.block_q, k * self.of.block_k]);
+                    if state.is_some_and(|state| state != of) {
+                        return None;
+                    }
+                    state = Some(of);
+                }
+            }
+        }
+        // Nothing of the tile belongs to a sequence.
+        Some(state.unwrap_or(EMPTY))
     }
 }
 
-/// State of each block, computed from the mask and `mask_mod` of the problem.
+/// State of each block, computed from the mask and `mask_mod` of the problem. Blocks count from the start of each of `sequences`, if there are
+/// some.
 pub fn classify(
     problem: &AttentionProblem,
     of: BlockMask,
     mask: Option<&Broadcast<u8>>,
     tables: &Tables<'_>,
+    sequences: Option<&Sequences>,
 ) -> Vec<i32> {
-    let BlockMask { blocks: [batch, heads, of_q, of_k], block_q, block_k } = of;
-    let sees = |at: [usize; 4]| {
-        let [b, h, i, j] = at.map(|n| n as u32);
-        let [value_a, value_b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
-        let shown = problem
-            .options
-            .mask_mod
-            .is_none_or(|function| function.sees(Pair::of(b, h, i, j), Values { a: value_a, b: value_b }));
-        shown && mask.is_none_or(|mask| mask.at(at) == 0)
+    let BlockMask { blocks: [numbers, heads, of_q, of_k], block_q, block_k } = of;
+    // Batch and band of each sequence.
+    let all: Vec<Option<(usize, Band)>> = match sequences {
+        Some(sequences) => (0..numbers).map(|number| sequences.numbered(number)).collect(),
+        None => (0..numbers).map(|b| Some((b, problem.band()))).collect(),
     };
     let state = |n: usize| {
-        let (b, h) = (n / of_k / of_q / heads, n / of_k / of_q % heads);
-        let (first_i, first_j) = (n / of_k % of_q * block_q, n % of_k * block_k);
+        let (number, h) = (n / of_k / of_q / heads, n / of_k / of_q % heads);
+        let Some((b, band)) = all[number] else { return EMPTY as i32 };
+        let [begin_q, end_q, begin_k, end_k] =
+            [band.begin_q, band.end_q, band.begin_k, band.end_k].map(|position| position as usize);
+        let (first_i, first_j) = (begin_q + n / of_k % of_q * block_q, begin_k + n % of_k * block_k);
+        let sees = |i: usize, j: usize| {
+            let at = [b, h, i, j];
+            let pair = Pair::of(number as u32, h as u32, (i - begin_q) as u32, (j - begin_k) as u32);
+            let [value_a, value_b] = tables.each_ref().map(|table| table.as_ref().map_or(0.0, |table| table.at(at)));
+            let values = Values { a: value_a, b: value_b };
+            let shown = problem.options.mask_mod.is_none_or(|function| function.sees(pair, values));
+            shown && mask.is_none_or(|mask| mask.at(at) == 0)
+        };
         let (mut any, mut all) = (false, true);
-        for i in first_i..problem.seq_q.min(first_i + block_q) {
-            for j in first_j..problem.seq_k.min(first_j + block_k) {
-                let seen = sees([b, h, i, j]);
+        for i in first_i..end_q.min(first_i + block_q) {
+            for j in first_j..end_k.min(first_j + block_k) {
+                let seen = sees(i, j);
                 (any, all) = (any || seen, all && seen);
             }
             if any && !all {
@@ -61,7 +103,7 @@ pub fn classify(
         }
         (if any { FULL } else { EMPTY }) as i32
     };
-    (0..batch * heads * of_q * of_k).into_par_iter().map(state).collect()
+    (0..numbers * heads * of_q * of_k).into_par_iter().map(state).collect()
 }
 
 #[cfg(test)]

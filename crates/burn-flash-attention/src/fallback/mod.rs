@@ -110,7 +110,10 @@ impl FlashAttentionOps for Flex {
         let mask = tensors.mask.as_ref().map(|mask| Broadcast::new(mask.storage::<u8>(), mask.layout()));
         let of =
             problem.block_mask.unwrap_or_else(|| panic!("block states were given for a problem without a block mask"));
-        let states = blocks::classify(&problem, of, mask.as_ref(), &tables(tensors.mask_tensors()));
+        let ends = [&tensors.cu_seqlens_q, &tensors.cu_seqlens_k].map(|ends| ends.as_ref().map(integers));
+        let sequences = ends[0].as_ref().zip(ends[1].as_ref()).map(|(q, k)| Sequences::packed(&problem, q, k));
+        let tables = tables(tensors.mask_tensors());
+        let states = blocks::classify(&problem, of, mask.as_ref(), &tables, sequences.as_ref());
         let layout = Layout::contiguous(empty.layout().shape().clone());
         FlexTensor::new(Bytes::from_elems(states), layout, DType::I32)
     }
@@ -177,7 +180,7 @@ impl Call {
         });
         // `api` has checked the same.
         let problem = problem.unwrap_or_else(|error| panic!("{error}"));
-        let read = |tensor: &Option<FlexTensor>| tensor.as_ref().map(|tensor| words(&tensor.clone().to_contiguous()));
+        let read = |tensor: &Option<FlexTensor>| tensor.as_ref().map(integers);
         let seed = read(&tensors.dropout_seed)
             .map(|words| [words[0], words[1]])
             .or(options.dropout_seed.map(dropout::seed))
@@ -292,6 +295,11 @@ fn floats(tensor: FlexTensor) -> FlexTensor {
 
 fn slice(tensor: &FlexTensor) -> &[f32] {
     &tensor.storage()[elements(tensor)]
+}
+
+/// The words of a tensor of integers.
+fn integers(tensor: &FlexTensor) -> Vec<u32> {
+    words(&tensor.clone().to_contiguous())
 }
 
 /// The words of a contiguous tensor of integers.

@@ -40,8 +40,14 @@ impl Sequences {
         Sequences(sequences)
     }
 
+    /// Batch and band of a sequence; `None` if the tensors have no queries or no keys.
+    pub fn numbered(&self, number: usize) -> Option<(usize, Band)> {
+        let mut bands = self.0.iter().enumerate().flat_map(|(b, bands)| bands.iter().map(move |band| (b, *band)));
+        bands.find(|(_, band)| band.sequence as usize == number)
+    }
+
     /// Sequences of a batch.
-    fn of(&self, b: usize) -> &[Band] {
+    pub fn of(&self, b: usize) -> &[Band] {
         &self.0[b]
     }
 

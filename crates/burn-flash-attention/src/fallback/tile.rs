@@ -260,15 +260,15 @@ impl<'a> Attention<'a> {
         Tile { b, h, q_start, queries, rows: queries, k_start, cols }
     }
 
-    /// State of the block that contains a tile. Without a block mask, mask and `mask_mod` are always evaluated.
-    fn state(&self, tile: Tile) -> u32 {
-        self.optional.states.map_or(PARTIAL, |states| states.of(tile))
+    /// State of the blocks that a tile belongs to; `None` if they differ. Without a block mask, mask and `mask_mod` are always evaluated.
+    fn state(&self, tile: Tile) -> Option<u32> {
+        self.optional.states.map_or(Some(PARTIAL), |states| states.of(tile, self.optional.sequences))
     }
 
     /// Blocks of keys that a block of queries of a head sees.
     pub fn k_blocks(&self, b: usize, h: usize, q_block: usize) -> impl Iterator<Item = usize> {
         let seen = self.k_blocks_in_band(b, q_block);
-        seen.filter(move |k_block| self.state(self.tile(b, h, q_block, *k_block)) != EMPTY)
+        seen.filter(move |k_block| self.state(self.tile(b, h, q_block, *k_block)) != Some(EMPTY))
     }
 
     /// Blocks of keys that the band lets a block of queries see.
@@ -284,7 +284,7 @@ impl<'a> Attention<'a> {
     /// Blocks of queries of a head that see a block of keys.
     pub fn q_blocks(&self, b: usize, h: usize, k_block: usize) -> impl Iterator<Item = usize> {
         let seeing = self.q_blocks_in_band(b, k_block);
-        seeing.filter(move |q_block| self.state(self.tile(b, h, *q_block, k_block)) != EMPTY)
+        seeing.filter(move |q_block| self.state(self.tile(b, h, *q_block, k_block)) != Some(EMPTY))
     }
 
     /// Blocks of queries that the band lets see a block of keys.
@@ -364,7 +364,7 @@ impl<'a> Attention<'a> {
             || self.optional.bias.is_some()
             || self.optional.seed.is_some()
             || !self.in_band(tile);
-        let hides = hides || score_mod.is_some() || mask_mod.is_some();
+        let hides = hides || score_mod.is_some() || mask_mod.is_some() || self.state(tile).is_none();
         if !hides
             || vectorized(
                 #[inline(always)]
@@ -464,7 +464,9 @@ impl<'a> Attention<'a> {
                 row.iter_mut().enumerate().for_each(|(n, s)| *s += slope * self.distance(b, i, j + n));
             });
         }
-        let masked = self.state(tile) == PARTIAL;
+        let state = self.state(tile);
+        let masked = matches!(state, None | Some(PARTIAL));
+        let shown = if state.is_none() { s.to_vec() } else { Vec::new() };
         if let Some(mask) = self.optional.mask.as_ref().filter(|_| masked) {
             let hide = |s: &mut f32, hidden| *s = if hidden != 0 { f32::NEG_INFINITY } else { *s };
             rows_of(s, &|at, row| mask.zip(at, row, hide));
@@ -473,6 +475,15 @@ impl<'a> Attention<'a> {
             self.for_pairs(tile, &self.optional.functions.of_mask, |n, pair, values| {
                 if !function.sees(pair, values) {
                     s[n] = f32::NEG_INFINITY;
+                }
+            });
+        }
+        if let Some(states) = self.optional.states.filter(|_| state.is_none()) {
+            self.for_pairs(tile, &Tables::default(), |n, pair, _| {
+                match states.at([pair.batch, pair.head, pair.i, pair.j].map(|n| n as usize)) {
+                    EMPTY => s[n] = f32::NEG_INFINITY,
+                    PARTIAL => {}
+                    _ => s[n] = shown[n],
                 }
             });
         }

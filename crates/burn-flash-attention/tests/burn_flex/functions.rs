@@ -5,7 +5,8 @@ use crate::common::*;
 use burn::tensor::{Device, Distribution, Int, IntDType, Tensor};
 use burn_flash_attention::{BlockMask, FlashAttentionOptions, flash_attention, flash_attention_with_lse};
 use flash_attention_kernels::mods::{
-    And, Causal, CausalDocument, Dilated, Document, MaskFn, PrefixLm, ScoreFn, SlidingGlobal,
+    And, Causal, CausalDocument, CausalWindow, Chunked, Dilated, Document, MaskFn, Pair, PrefixLm, ScoreFn,
+    SlidingGlobal, Swapped, Values,
 };
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
 use flash_attention_reference as reference;
@@ -131,7 +132,14 @@ fn block_masks() {
                 // With gradients that are summed over tiles of several blocks, and with sequence lengths.
                 let summed = problem.with_bias(&[1, 4, 1, 290]).unwrap().with_alibi_slopes(&[2, 4]).unwrap();
                 let ragged = summed.with_sinks(&[4]).unwrap().with_seq_lens_k(&[2]).unwrap();
-                for problem in [summed, ragged] {
+                // With packed sequences, which have states of their own and begin within the tiles of the host's loops.
+                let mut packed = problem;
+                packed.block_mask = None;
+                packed = packed.with_cu_seqlens(&[6], &[6]).unwrap();
+                let blocks_k = (shape[3] - n % 2).max(1);
+                let states = [if batch == 1 { 1 } else { 5 }, shape[1], shape[2], blocks_k];
+                packed = packed.with_block_mask(&states, block_q, block_k).and_then(|p| p.with_sinks(&[4])).unwrap();
+                for problem in [summed, ragged, packed] {
                     check_near(&Data::random(problem, n as u64), &target, How { loss: Loss::BOTH, ..How::default() });
                 }
             }
@@ -159,6 +167,9 @@ fn ready_made(device: &Device, [seq_q, seq_k]: [usize; 2]) -> Vec<FlashAttention
         of(MaskFn::of::<SlidingGlobal>(), &[numbers([30.0, 64.0]), numbers([5.0, 0.0])]),
         of(MaskFn::of::<Dilated>(), &[numbers([1.0, 7.0]), numbers([100.0, 9.0])]),
         of(MaskFn::of::<And<Causal, Dilated>>(), &[numbers([3.0, 2.0]), numbers([20.0, 90.0])]),
+        of(MaskFn::of::<CausalWindow<60>>(), &[]),
+        of(MaskFn::of::<Chunked<128>>(), &[]),
+        of(MaskFn::of::<And<Causal, Swapped<PrefixLm>>>(), &[numbers([0.0, 0.0]), numbers([150.0, 0.0])]),
     ]
 }
 
@@ -223,7 +234,7 @@ fn a_block_mask_of_options_changes_nothing() {
             tensor(&values, [2, heads, seq, dim], Dtype::F32, &device).require_grad()
         };
         let (q, k, v) = (random(4, 300, 16, 1), random(2, 300, 16, 2), random(2, 300, 24, 3));
-        let few = if target.name == "flex" { 7 } else { 2 };
+        let few = if target.name == "flex" { 10 } else { 2 };
         for options in ready_made(&device, [300, 300]).into_iter().take(few) {
             let blocks = BlockMask::of(&options, [2, 1], [300, 300], [128, 128], &device);
             let states = blocks.states.clone().into_data().try_to_vec::<i32>().unwrap();
@@ -246,6 +257,79 @@ fn a_block_mask_of_options_changes_nothing() {
                     options.mask_mod
                 );
             }
+        }
+    }
+}
+
+/// Options with mask functions for packed sequences in two rows of 300 queries and 390 keys.
+fn packed_documents(device: &Device) -> Vec<FlashAttentionOptions> {
+    let ends = |ends: [i32; 6]| Tensor::<1, Int>::from_data(ends, device);
+    let (q, k) = (ends([0, 140, 300, 301, 580, 600]), ends([0, 70, 390, 400, 780, 780]));
+    let prefixes: Vec<f64> = (0..600).map(|n| if n < 300 { 90.0 } else { 7.0 }).collect();
+    let prefixes = tensor(&prefixes, [2, 1, 300, 1], Dtype::F32, device);
+    let of = |function, tensors: &[Tensor<4>]| FlashAttentionOptions::new().with_mask_mod(function, tensors.to_vec());
+    let all = [
+        of(MaskFn::of::<CausalWindow<60>>(), &[]),
+        of(MaskFn::of::<And<Causal, Chunked<128>>>(), &[]),
+        of(MaskFn::of::<Strided>(), &[]),
+        of(MaskFn::of::<PrefixLm>(), &[prefixes]),
+    ];
+    all.into_iter().map(|options| options.with_cu_seqlens_q(q.clone()).with_cu_seqlens_k(k.clone())).collect()
+}
+
+/// A block mask of packed sequences, made from their mask function, changes no result.
+#[test]
+fn a_block_mask_of_packed_sequences_changes_nothing() {
+    for target in targets() {
+        let device = target.device.clone().autodiff();
+        let random = |heads, seq, dim, n| {
+            let values = reference::normal(2 * heads * seq * dim, n);
+            tensor(&values, [2, heads, seq, dim], Dtype::F32, &device).require_grad()
+        };
+        let (q, k, v) = (random(4, 300, 16, 1), random(2, 390, 16, 2), random(2, 390, 24, 3));
+        let few = if target.name == "flex" { 4 } else { 2 };
+        for options in packed_documents(&device).into_iter().take(few) {
+            let blocks = BlockMask::of(&options, [2, 4], [300, 390], [128, 128], &device);
+            assert_eq!(blocks.states.dims(), [5, 4, 3, 4]);
+            let states = blocks.states.clone().into_data().try_to_vec::<i32>().unwrap();
+            assert!(states.contains(&0) && states.contains(&1), "no block is empty, or none partial");
+            let [sparse, dense] = [options.clone().with_block_mask(blocks), options.clone()].map(|options| {
+                let out = flash_attention(q.clone(), k.clone(), v.clone(), &options);
+                let gradients = (out.clone() * 0.5).tanh().sum().backward();
+                let of = |x: &Tensor<4>| read(x.grad(&gradients).unwrap());
+                [read(out.detach()), of(&q), of(&k), of(&v)]
+            });
+            for (x, y) in sparse.iter().flatten().zip(dense.iter().flatten()) {
+                assert!((x - y).abs() < 1e-4 * (1.0 + y.abs()), "{x} with blocks, {y} without: {:?}", options.mask_mod);
+            }
+        }
+    }
+}
+
+/// Block states of packed sequences equal those computed pair by pair.
+#[test]
+fn block_states_of_packed_sequences_follow_from_the_pairs() {
+    for target in targets() {
+        let (ends_q, ends_k) = ([0, 140, 300, 301, 580, 600], [0, 70, 390, 400, 780, 780]);
+        for options in packed_documents(&target.device) {
+            let states = BlockMask::of(&options, [2, 4], [300, 390], [128, 128], &target.device).states;
+            let found = states.into_data().try_to_vec::<i32>().unwrap();
+            let function = options.mask_mod.unwrap();
+            let expected: Vec<i32> = (0..5 * 4 * 3 * 4)
+                .map(|n| {
+                    let (s, h, of_q, of_k) = (n / 48, n / 12 % 4, n / 4 % 3, n % 4);
+                    let mut counts = [0; 2];
+                    for i in (of_q * 128..ends_q[s + 1] - ends_q[s]).take(128) {
+                        for j in (of_k * 128..ends_k[s + 1] - ends_k[s]).take(128) {
+                            let a = if ends_q[s] + i < 300 { 90.0 } else { 7.0 };
+                            let pair = Pair::of(s as u32, h as u32, i as u32, j as u32);
+                            counts[usize::from(function.sees(pair, Values { a, b: 0.0 }))] += 1;
+                        }
+                    }
+                    [[0, 2], [0, 1]][usize::from(counts[0] > 0)][usize::from(counts[1] > 0)]
+                })
+                .collect();
+            assert_eq!(found, expected, "{function:?} on {}", target.name);
         }
     }
 }

@@ -246,7 +246,7 @@ impl Memory<Blueprint> {
     pub fn visit(&self, state: &PipelineState, start: u32, edge: bool) -> Visit {
         if comptime!(self.blueprint.sparse) {
             let entry = load_shared(self.at(Region::Entries, state.stage * 4));
-            visit_of(entry, comptime!(self.blueprint.tile.tile_k as u32))
+            visit_of(entry)
         } else {
             Visit { start, fully_visible: !edge, masked: true.runtime() }
         }

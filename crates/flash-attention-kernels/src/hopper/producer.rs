@@ -224,7 +224,7 @@ impl<E: Float> Producer<E> {
                     if comptime!(operand == Operand::K) {
                         store_shared(self.memory.at(Region::Entries, state.stage * 4), entry);
                     }
-                    visit_of(entry, comptime!(blueprint.tile.tile_k as u32)).start
+                    visit_of(entry).start
                 } else {
                     next
                 };

@@ -58,7 +58,7 @@ impl Call<'_> {
         let seed = self.seed.as_ref().map(|seed| seed.arg());
         let dropout = DropoutLaunch::new(seed.into(), threshold(rate), factor(rate));
         let schedule = route.schedule.as_ref().map(|schedule| schedule.arg());
-        let lengths = route.lengths.then(|| self.bounds(self.problem.batch));
+        let lengths = route.lengths.then(|| self.bounds());
         let lists = route.lists.as_ref().map(|lists| lists.broadcast_arg());
         let mods = mods(self.problem, self.inputs);
         let pages = self.problem.pages.zip(self.inputs.page_table.as_ref());

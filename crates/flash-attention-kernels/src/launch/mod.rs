@@ -145,7 +145,6 @@ impl Inputs {
     fn arguments(&self, p: &AttentionProblem) -> impl Iterator<Item = Argument<'_>> {
         let size = p.dtype.size();
         let lens = |there: bool| there.then_some([p.batch]);
-        let cu_seqlens = p.cu_seqlens.map(|sequences| [sequences + 1]);
         let pages = p.pages.map(|pages| [p.batch, pages.max_pages]);
         let seed = p.options.dropout > 0.0 && p.options.dropout_seed.is_none();
         let [score_a, score_b] = &self.score_tensors;
@@ -161,14 +160,12 @@ impl Inputs {
             Argument::new("dropout_seed", &self.dropout_seed, seed.then_some([2]), 4),
             Argument::new("seq_lens_q", &self.seq_lens_q, lens(p.seq_lens_q), 4),
             Argument::new("seq_lens_k", &self.seq_lens_k, lens(p.seq_lens_k), 4),
-            Argument::new("cu_seqlens_q", &self.cu_seqlens_q, cu_seqlens, 4),
-            Argument::new("cu_seqlens_k", &self.cu_seqlens_k, cu_seqlens, 4),
             Argument::new(SCORE_TENSORS[0], score_a, p.score_tensors[0], 4),
             Argument::new(SCORE_TENSORS[1], score_b, p.score_tensors[1], 4),
             Argument::new("block_mask", &self.block_mask, p.block_mask.map(|mask| mask.blocks), 4),
             Argument::new("page_table", &self.page_table, pages, 4),
         ];
-        required.into_iter().chain(self.masks(p)).chain(optional)
+        required.into_iter().chain(self.masks(p)).chain(self.ends(p)).chain(optional)
     }
 
     /// Those that hide pairs, except the block mask.
@@ -179,6 +176,15 @@ impl Inputs {
             Argument::new("mask", self.mask.as_ref().map(|mask| &mask.tensor), p.mask, size),
             Argument::new(MASK_TENSORS[0], mask_a, p.mask_tensors[0], 4),
             Argument::new(MASK_TENSORS[1], mask_b, p.mask_tensors[1], 4),
+        ]
+    }
+
+    /// Those that tell where packed sequences end.
+    fn ends(&self, p: &AttentionProblem) -> [Argument<'_>; 2] {
+        let stated = p.cu_seqlens.map(|sequences| [sequences + 1]);
+        [
+            Argument::new("cu_seqlens_q", &self.cu_seqlens_q, stated, 4),
+            Argument::new("cu_seqlens_k", &self.cu_seqlens_k, stated, 4),
         ]
     }
 

@@ -1,7 +1,7 @@
 //! Blocks and tiles that a kernel visits: launches the kernels that list the tiles of a block mask, and caches the lists.
 
 use super::Call;
-use crate::blocks::{BlockStatesLaunch, UNITS, list, order};
+use crate::blocks::{BlockSizeLaunch, BlockStatesLaunch, UNITS, list, order};
 use crate::mask::Band;
 use crate::problem::BlockMask;
 use crate::tensor::{AnyView, TensorView};
@@ -114,6 +114,13 @@ impl BlockLists {
     }
 }
 
+impl BlockMask {
+    /// Size of a block, as a launch argument.
+    pub(super) fn size(self) -> BlockSizeLaunch {
+        BlockSizeLaunch::new(self.block_q as u32, self.block_k as u32)
+    }
+}
+
 impl Call<'_> {
     /// The route of a kernel with these blocks and tiles. `transposed`: its band is transposed if rows are keys.
     pub(super) fn route(&self, list: ListShape, transposed: bool) -> Route {
@@ -159,7 +166,7 @@ impl Call<'_> {
 
     fn make_lists(&self, of: &Origin, shape: [usize; 4]) -> TensorView {
         let p = self.problem;
-        let [batch, heads, blocks, _] = shape;
+        let [sequences, heads, blocks, _] = shape;
         // The check of the tiles has shown that the device can launch as many.
         let cubes = |number: usize| tiling::grid(self.device, number as u64);
         let lists = TensorView::empty_words(self.client, shape);
@@ -170,18 +177,18 @@ impl Call<'_> {
         unsafe {
             list::launch_unchecked(
                 self.client,
-                cubes(batch * heads * blocks),
+                cubes(sequences * heads * blocks),
                 units,
                 addresses,
-                BlockStatesLaunch::new(of.states.broadcast_arg(), of.mask.block_q as u32, of.mask.block_k as u32),
+                BlockStatesLaunch::new(of.states.broadcast_arg(), of.mask.size()),
                 lists.arg(),
-                self.bounds(p.batch),
+                self.bounds(),
                 of.band.into_launch(),
                 of.list.size(),
                 p.is_varlen(),
             );
             if of.ordered {
-                let cubes = cubes(batch * heads * blocks.div_ceil(UNITS));
+                let cubes = cubes(sequences * heads * blocks.div_ceil(UNITS));
                 order::launch_unchecked(self.client, cubes, units, addresses, lists.arg());
             }
         }

@@ -1,6 +1,7 @@
 //! Launches for several sequences: schedules, and the kernels that fill rows of no sequence.
 
-use super::Call;
+use super::{Call, Inputs};
+use crate::problem::AttentionProblem;
 use crate::sequences::{BoundsLaunch, HEADER, UNITS, WORDS, fill, schedule};
 use crate::tensor::{AnyView, TensorView};
 use crate::tiling;
@@ -22,7 +23,7 @@ impl Call<'_> {
                 tiling::grid(self.device, sequences as u64),
                 CubeDim::new_1d(UNITS as u32),
                 self.addresses(&[&list]),
-                self.bounds(sequences),
+                self.bounds(),
                 list.arg(),
                 tile as u32,
                 capacity as u32,
@@ -57,7 +58,9 @@ impl Call<'_> {
         dtype: ElemType,
     ) {
         let filled = !out.is_empty() && self.leaves_rows(keys);
-        let Some(sequences) = self.problem.num_sequences().filter(|_| filled) else { return };
+        if !filled || !self.problem.is_varlen() {
+            return;
+        }
         let [batches, heads, rows, _] = out.shape;
         let count = tiling::grid(self.device, tiling::fill_cubes([batches, heads, rows]));
         // SAFETY: views have been checked against their buffers.
@@ -67,7 +70,7 @@ impl Call<'_> {
                 count,
                 CubeDim::new_1d(UNITS as u32),
                 self.addresses(&[out, lse.map_or(out as &dyn AnyView, |lse| lse)]),
-                self.bounds(sequences),
+                self.bounds(),
                 out.arg(),
                 lse.map(|lse| lse.arg()).into(),
                 sinks.into(),
@@ -77,11 +80,17 @@ impl Call<'_> {
         }
     }
 
-    pub(super) fn bounds(&self, sequences: usize) -> BoundsLaunch {
-        let (p, inputs) = (self.problem, self.inputs);
-        let [cu_q, cu_k, lens_q, lens_k] =
-            [&inputs.cu_seqlens_q, &inputs.cu_seqlens_k, &inputs.seq_lens_q, &inputs.seq_lens_k]
-                .map(|view| view.as_ref().map(|view| view.arg()).into());
-        BoundsLaunch::new(cu_q, cu_k, lens_q, lens_k, sequences as u32, p.batch as u32, p.seq_q as u32, p.seq_k as u32)
+    /// Beginnings and ends of the sequences.
+    pub(super) fn bounds(&self) -> BoundsLaunch {
+        bounds(self.problem, self.inputs)
     }
+}
+
+/// Beginnings and ends of the sequences: without packed sequences or lengths, one for each batch.
+pub(super) fn bounds(p: &AttentionProblem, inputs: &Inputs) -> BoundsLaunch {
+    let sequences = p.num_sequences().unwrap_or(p.batch);
+    let [cu_q, cu_k, lens_q, lens_k] =
+        [&inputs.cu_seqlens_q, &inputs.cu_seqlens_k, &inputs.seq_lens_q, &inputs.seq_lens_k]
+            .map(|view| view.as_ref().map(|view| view.arg()).into());
+    BoundsLaunch::new(cu_q, cu_k, lens_q, lens_k, sequences as u32, p.batch as u32, p.seq_q as u32, p.seq_k as u32)
 }

@@ -48,17 +48,13 @@ impl VisitedTile {
 
     /// First column.
     pub fn start(&self, #[comptime] scores: Blueprint) -> u32 {
-        if comptime!(scores.sparse) {
-            visit_of(self.entry, comptime!(scores.tile.tile_k as u32)).start
-        } else {
-            self.at
-        }
+        if comptime!(scores.sparse) { visit_of(self.entry).start } else { self.at }
     }
 
     /// The visit. Without a block mask, `edge` tells whether the band may hide something.
     pub fn visit(&self, edge: bool, #[comptime] scores: Blueprint) -> Visit {
         if comptime!(scores.sparse) {
-            visit_of(self.entry, comptime!(scores.tile.tile_k as u32))
+            visit_of(self.entry)
         } else {
             Visit { start: self.at, fully_visible: !edge, masked: true.runtime() }
         }

@@ -3,7 +3,7 @@
 use super::{MaskMod, Pair, Partials, ScoreMod, Values};
 use cubecl::prelude::*;
 
-/// Composition of two score modifications that read the same tensors: `B` is applied to the result of `A`.
+/// Composition of two score modifications that read the same tensors: `B` is applied to the result of `A`. See also [`Swapped`].
 ///
 /// ```
 /// # use cubecl::prelude::*;
@@ -92,5 +92,40 @@ pub struct Not<A>(std::marker::PhantomData<A>);
 impl<A: MaskMod> MaskMod for Not<A> {
     fn sees(pair: Pair, values: Values) -> bool {
         !A::sees(pair, values)
+    }
+}
+
+/// A function with its two tensors exchanged: it reads the second tensor as `a` and the first as `b`. In a combination, functions
+/// that each read one tensor then read different ones.
+///
+/// ```
+/// use flash_attention_kernels::mods::{Alibi, Bias, Pair, ScoreFn, Swapped, Then, Values};
+///
+/// // The slope of a head is `a`, and the bias is `b`.
+/// let both = ScoreFn::of::<Then<Alibi, Swapped<Bias>>>();
+/// let (pair, values) = (Pair::of(0, 0, 7, 5), Values { a: 0.25, b: 4.0 });
+/// assert_eq!(both.score(1.0, pair, values), 4.5);
+/// assert_eq!(both.backward(1.0, pair, values).b, 1.0);
+/// ```
+pub struct Swapped<F>(std::marker::PhantomData<F>);
+
+#[cube]
+impl<F: ScoreMod> ScoreMod for Swapped<F> {
+    const ADDITIVE: bool = F::ADDITIVE;
+
+    fn score(score: f32, pair: Pair, values: Values) -> f32 {
+        F::score(score, pair, Values { a: values.b, b: values.a })
+    }
+
+    fn backward(score: f32, pair: Pair, values: Values) -> Partials {
+        let of = F::backward(score, pair, Values { a: values.b, b: values.a });
+        Partials { score: of.score, a: of.b, b: of.a }
+    }
+}
+
+#[cube]
+impl<F: MaskMod> MaskMod for Swapped<F> {
+    fn sees(pair: Pair, values: Values) -> bool {
+        F::sees(pair, Values { a: values.b, b: values.a })
     }
 }

@@ -1,7 +1,8 @@
-//! Predefined mask functions. They count positions of queries and keys from the beginning of the sequence. Functions that read
-//! the same tensors can be combined by [`And`], [`Or`](super::Or) and [`Not`](super::Not).
+//! Predefined mask functions. They count positions of queries and keys from the beginning of the sequence. [`And`],
+//! [`Or`](super::Or) and [`Not`](super::Not) combine them, and [`Swapped`](super::Swapped) lets one of two read the other tensor.
 //!
-//! Their tensors are f32 and hold integers up to 2²⁴.
+//! Sizes that are the same for all heads are const parameters: the compiler folds them, and no tensor is read. Sizes that vary
+//! with the head or the sequence are tensors of f32, which hold integers up to 2²⁴.
 
 use super::{And, MaskMod, Pair, Values};
 use cubecl::prelude::*;
@@ -123,4 +124,126 @@ impl MaskMod for Dilated {
         let on_grid = pair.i % apart == pair.j % apart;
         on_grid && f32::abs(pair.distance) <= step * values.b
     }
+}
+
+/// A sliding window: `|i − j| ≤ REACH` (Longformer, arXiv:2004.05150, section 3.1). It reads no tensors. For a window alone, the
+/// options `window_left` and `window_right` compute the same and skip more work.
+///
+/// ```
+/// use flash_attention_kernels::mods::{MaskFn, Pair, SlidingWindow, Values};
+///
+/// let window = MaskFn::of::<SlidingWindow<2>>();
+/// let sees = |j| window.sees(Pair::of(0, 0, 10, j), Values::default());
+/// assert_eq!((0..20).filter(|j| sees(*j)).collect::<Vec<_>>(), [8, 9, 10, 11, 12]);
+/// ```
+pub struct SlidingWindow<const REACH: u32>;
+
+#[cube]
+impl<const REACH: u32> MaskMod for SlidingWindow<REACH> {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        f32::abs(pair.distance) <= comptime!(REACH as f32)
+    }
+}
+
+/// The query itself and the `REACH` keys before it: `i − REACH ≤ j ≤ i` (Mistral 7B, arXiv:2310.06825, section 2). It reads no
+/// tensors.
+///
+/// ```
+/// use flash_attention_kernels::mods::{CausalWindow, MaskFn, Pair, Values};
+///
+/// let window = MaskFn::of::<CausalWindow<2>>();
+/// let sees = |j| window.sees(Pair::of(0, 0, 10, j), Values::default());
+/// assert_eq!((0..20).filter(|j| sees(*j)).collect::<Vec<_>>(), [8, 9, 10]);
+/// ```
+pub type CausalWindow<const REACH: u32> = And<Causal, SlidingWindow<REACH>>;
+
+/// The first `COUNT` keys: `j < COUNT`. It reads no tensors. With a window, `Or<FirstKeys<4>, SlidingWindow<1023>>`, they are the
+/// tokens that StreamingLLM keeps as attention sinks (arXiv:2309.17453, section 3.2).
+///
+/// ```
+/// use flash_attention_kernels::mods::{FirstKeys, MaskFn, Pair, Values};
+///
+/// let first = MaskFn::of::<FirstKeys<4>>();
+/// assert_eq!([0, 3, 4].map(|j| first.sees(Pair::of(0, 0, 90, j), Values::default())), [true, true, false]);
+/// ```
+pub struct FirstKeys<const COUNT: u32>;
+
+#[cube]
+impl<const COUNT: u32> MaskMod for FirstKeys<COUNT> {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        pair.j < comptime!(COUNT)
+    }
+}
+
+/// Keys of the query's own chunk of `SIZE` positions: `⌊i / SIZE⌋ = ⌊j / SIZE⌋`. It reads no tensors. With [`Causal`] it is the
+/// chunked attention of Llama 4, `And<Causal, Chunked<8192>>`. `SIZE` is at least 1; 0 is taken as 1.
+///
+/// ```
+/// use flash_attention_kernels::mods::{Chunked, MaskFn, Pair, Values};
+///
+/// let chunked = MaskFn::of::<Chunked<4>>();
+/// let sees = |j| chunked.sees(Pair::of(0, 0, 9, j), Values::default());
+/// assert_eq!((0..20).filter(|j| sees(*j)).collect::<Vec<_>>(), [8, 9, 10, 11]);
+/// ```
+pub struct Chunked<const SIZE: u32>;
+
+#[cube]
+impl<const SIZE: u32> MaskMod for Chunked<SIZE> {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        let size = comptime!(Ord::max(SIZE, 1));
+        pair.i / size == pair.j / size
+    }
+}
+
+/// Keys at multiples of a gap from the query: `GAP` divides `i − j`. It reads no tensors. With a window it is a dilated window,
+/// `And<Stride<3>, SlidingWindow<6>>`, equal to [`Dilated`] of 3 and 2 for all heads. Sparse Transformers' strided attention is
+/// `And<Causal, Or<Stride<128>, SlidingWindow<128>>>` (arXiv:1904.10509, section 4.3). `GAP` is at least 1; 0 is taken as 1.
+///
+/// ```
+/// use flash_attention_kernels::mods::{MaskFn, Pair, Stride, Values};
+///
+/// let stride = MaskFn::of::<Stride<6>>();
+/// let sees = |j| stride.sees(Pair::of(0, 0, 9, j), Values::default());
+/// assert_eq!((0..20).filter(|j| sees(*j)).collect::<Vec<_>>(), [3, 9, 15]);
+/// ```
+pub struct Stride<const GAP: u32>;
+
+#[cube]
+impl<const GAP: u32> MaskMod for Stride<GAP> {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        let gap = comptime!(Ord::max(GAP, 1));
+        pair.i % gap == pair.j % gap
+    }
+}
+
+/// Neighbours in an image of `HEIGHT` rows of `WIDTH` positions, stored row by row: the square of `2·REACH + 1` rows and columns
+/// around the query. Queries at the border see the nearest such square within the image, so that all see as many keys
+/// (Neighborhood Attention Transformer, arXiv:2204.07143, section 3). It reads no tensors.
+///
+/// ```
+/// use flash_attention_kernels::mods::{MaskFn, Neighborhood, Pair, Values};
+///
+/// let near = MaskFn::of::<Neighborhood<5, 4, 1>>();
+/// let seen = |i| (0..20).filter(|j| near.sees(Pair::of(0, 0, i, *j), Values::default())).collect::<Vec<_>>();
+/// assert_eq!(seen(7), [1, 2, 3, 6, 7, 8, 11, 12, 13]);
+/// assert_eq!(seen(0), [0, 1, 2, 5, 6, 7, 10, 11, 12]);
+/// ```
+pub struct Neighborhood<const WIDTH: u32, const HEIGHT: u32, const REACH: u32>;
+
+#[cube]
+impl<const WIDTH: u32, const HEIGHT: u32, const REACH: u32> MaskMod for Neighborhood<WIDTH, HEIGHT, REACH> {
+    fn sees(pair: Pair, _values: Values) -> bool {
+        let width = comptime!(Ord::max(WIDTH, 1));
+        let same_rows = is_near(pair.i / width, pair.j / width, HEIGHT, REACH);
+        let same_columns = is_near(pair.i % width, pair.j % width, WIDTH, REACH);
+        same_rows && same_columns
+    }
+}
+
+/// Whether `key` is among the `2·reach + 1` places nearest to `query`, of `size` places in a line.
+#[cube]
+fn is_near(query: u32, key: u32, #[comptime] size: u32, #[comptime] reach: u32) -> bool {
+    let last = comptime!(size.saturating_sub(reach + 1));
+    let centre = u32::min(u32::max(query, reach), last);
+    key <= centre + reach && key + reach >= centre
 }

@@ -14,13 +14,18 @@
 
 #![allow(missing_docs, reason = "for what the macros of CubeCL generate; everything written here has its own")]
 
+mod check;
 mod masks;
 mod math;
 mod scores;
 
-pub use masks::{Causal, CausalDocument, Dilated, Document, PrefixLm, SlidingGlobal};
+pub use check::{Derivative, DerivativeError, Samples, check_score_mod};
+pub use masks::{
+    Causal, CausalDocument, CausalWindow, Chunked, Dilated, Document, FirstKeys, Neighborhood, PrefixLm, SlidingGlobal,
+    SlidingWindow, Stride,
+};
 pub use math::{exp, ln, reciprocal, tanh};
-pub use scores::Temperature;
+pub use scores::{Alibi, Bias, Kerple, RelativePosition, ScalableSoftmax, Softcap, Temperature};
 
 mod arguments;
 pub use arguments::*;
@@ -135,7 +140,7 @@ pub trait ScoreMod: 'static + Send + Sync {
     /// The modified score of a pair.
     fn score(score: f32, pair: Pair, values: Values) -> f32;
 
-    /// The derivatives of [`ScoreMod::score`] for the same arguments.
+    /// The derivatives of [`ScoreMod::score`] for the same arguments. [`check_score_mod`] compares them with differences.
     fn backward(score: f32, pair: Pair, values: Values) -> Partials;
 }
 

@@ -103,7 +103,7 @@ pub fn dbias<F: Float, M: Numeric, O: Float, N: Size>(
             if comptime!(sums == Sums::Tile) {
                 // Tiles of the bias need not be aligned with the tiles of a sequence.
                 if comptime!(extras.is_sparse()) {
-                    first = visits.find(k_start / tile_k);
+                    first = visits.find(k_start);
                     after = select(first < after, first + 1, first);
                 } else {
                     after = u32::cast_from(band.meets(q_start, k_start, tile_q, tile_k));

@@ -61,9 +61,11 @@ fn visit_of_run(
     if comptime!(blueprint.sparse) {
         let columns = comptime!(blueprint.tile.tile_k as u32);
         let visits = visits_of_block(extras, band, batch, head, row, blueprint);
-        // Keys of a run may belong to several small tiles.
-        let key = if comptime!(columns < KEYS) { start + UNIT_POS % 32 } else { start };
-        let nth = visits.find(key / columns);
+        // Keys of a run may belong to several small tiles, or to two tiles if tiles begin where a sequence does.
+        let several = comptime!(columns < KEYS || band.varlen);
+        let key = if comptime!(several) { start + UNIT_POS % 32 } else { start };
+        let first = band.first_key();
+        let nth = visits.find(first + (key - first) / columns * columns);
         let visit = visits.tile(nth);
         Visit { start, fully_visible: nth < visits.count, masked: visit.masked }
     } else {

@@ -26,13 +26,18 @@ impl ListShape {
         TileSize { rows: self.rows as u32, columns: self.columns as u32, keys: self.keys }
     }
 
-    /// `[batch | 1, num_heads_q | 1, blocks, HEADER + tiles]` words; `None` without a block mask.
+    /// `[sequences | 1, num_heads_q | 1, blocks, HEADER + tiles]` words; `None` without a block mask. Without packed sequences, each
+    /// batch is one sequence.
     pub fn shape(self, problem: &AttentionProblem) -> Option<[usize; 4]> {
         let mask = problem.block_mask?;
-        let (along, across) = if self.keys { (problem.seq_k, problem.seq_q) } else { (problem.seq_q, problem.seq_k) };
-        // With lengths, each batch has its own lists.
-        let batch = if problem.is_varlen() { problem.batch } else { mask.blocks[0] };
-        Some([batch, mask.blocks[1], along.div_ceil(self.rows), HEADER + across.div_ceil(self.columns).max(1)])
+        let [_, _, blocks_q, blocks_k] = mask.blocks;
+        // The states of packed sequences may have fewer blocks than the tensors: as many as the longest sequence.
+        let queries = problem.seq_q.min(blocks_q * mask.block_q);
+        let keys = problem.seq_k.min(blocks_k * mask.block_k);
+        let (along, across) = if self.keys { (keys, queries) } else { (queries, keys) };
+        // Sequences of different lengths have lists of their own.
+        let sequences = problem.num_sequences().map_or(mask.blocks[0], |sequences| sequences.max(1));
+        Some([sequences, mask.blocks[1], along.div_ceil(self.rows), HEADER + across.div_ceil(self.columns).max(1)])
     }
 
     /// Total number of words; 0 without a block mask.

@@ -2,12 +2,12 @@
 
 use crate::common::{Case, Layout, Poison, as_laid_out};
 use crate::line::Line;
-use flash_attention_kernels::mods::{self, MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{self, Alibi, MaskFn, ScoreFn, Softcap};
 use flash_attention_kernels::{
     Alignment, AttentionOptions, AttentionProblem, BackwardOrder, BlockMask, Dtype, KvStorage, MaskStorage, Precision,
     dropout,
 };
-use flash_attention_reference::mods::{Alibi, Bent, Relative, Sloped, Softcap, Strided};
+use flash_attention_reference::mods::{Bent, Relative, Sloped, Strided};
 use flash_attention_reference::{Tensors, normal, round_to};
 
 impl Line {
@@ -78,7 +78,8 @@ impl Line {
             problem.cu_seqlens = Some(q.len() - 1);
         }
         if let Some(text) = self.text("blocks") {
-            let [batch, heads, ..] = pattern(text, "bh", [b, hq, 0, 0]).ok_or(format!("blocks={text}"))?;
+            let [batch, heads, ..] =
+                pattern(text, "bh", [problem.cu_seqlens.unwrap_or(b), hq, 0, 0]).ok_or(format!("blocks={text}"))?;
             let size = self.numbers("block_size")?.unwrap_or(vec![128; 2]);
             let &[block_q, block_k] = &size[..] else {
                 return Err("block_size must be two numbers, like 128,128".into());

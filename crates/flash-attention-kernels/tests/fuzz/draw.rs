@@ -121,7 +121,9 @@ impl Source {
             }
             _ => {}
         }
-        if line.text("cu_q").is_none() && takes(random) {
+        // Packed sequences with a block mask have nothing whose gradient is summed over tiles.
+        let summed = ["bias", "slopes", "score_a"].iter().any(|key| line.text(key).is_some());
+        if !(summed && line.text("cu_q").is_some()) && takes(random) {
             line.set("blocks", pick(random, &["11", "1h", "b1", "bh"]));
             line.set("block_size", pick(random, &["128,128", "128,128", "256,128", "128,256"]));
         }

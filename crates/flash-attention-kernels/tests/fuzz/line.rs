@@ -46,7 +46,7 @@ pub const KEYS: [(&str, &str); 51] = [
     ("cu_q", "cumulative lengths of packed queries"),
     ("cu_k", "cumulative lengths of packed keys"),
     ("padding", "normal, or nan: values after the lengths"),
-    ("blocks", "block mask: pattern of its batch and heads, like 1h"),
+    ("blocks", "block mask: pattern of its batch, or packed sequences, and heads, like 1h"),
     ("block_size", "128,128: queries and keys of a block"),
     ("page", "positions of a page: keys and values of the forward are in pages"),
     ("storage", "elements, or e4m3: how pages are stored"),

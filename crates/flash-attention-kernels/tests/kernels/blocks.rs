@@ -118,6 +118,69 @@ fn partial_blocks_are_masked_and_full_ones_are_not() {
     }
 }
 
+/// Packed sequences have states of their own, or share those of one. They begin anywhere, one has no queries, one no keys, and the last one
+/// more keys than its states have blocks.
+#[test]
+fn packed_sequences() {
+    let Some(client) = client() else { return };
+    let (q, k) = ([0, 150, 150, 350, 600], [0, 130, 170, 170, 571]);
+    for dtype in dtypes(&client) {
+        for causal in if thorough() { &[false, true][..] } else { &[true] } {
+            let options =
+                AttentionOptions { causal: *causal, mask_mod: Some(MaskFn::of::<Third>()), ..Default::default() };
+            let case = Case::new([1, 4, 2, 600, 571, 64, 64], dtype, options).with_cu_seqlens(&q, &k).with_dlse();
+            let own = [4, 4, 2, 3];
+            case.clone().with_block_mask(own, [128, 128], states(own)).check(&client);
+            let shared = [1, 1, 2, 2];
+            case.clone().with_block_mask(shared, [128, 256], states(shared)).with_dropout(0.2).check(&client);
+            case.with_block_mask(own, [256, 128], states(own)).with_mask([1, 4, 600, 571]).with_sinks().check(&client);
+        }
+    }
+}
+
+/// Without any sequence nothing is seen, and there are no states.
+#[test]
+fn no_packed_sequences() {
+    let Some(client) = client() else { return };
+    let dtype = chosen_dtype();
+    for shape in [[0, 2, 1, 2], [1, 1, 1, 1]] {
+        let case = Case::new([1, 2, 1, 140, 150, 64, 64], dtype, causal()).with_cu_seqlens(&[0], &[0]).with_sinks();
+        case.with_block_mask(shape, [256, 128], vec![FULL; shape.iter().product()]).check(&client);
+    }
+}
+
+/// A block mask of packed sequences gives the same bits as that of the padded ones.
+#[test]
+fn packed_sequences_equal_padded_ones() {
+    let Some(client) = client() else { return };
+    let options = AttentionOptions { mask_mod: Some(MaskFn::of::<Third>()), ..causal() };
+    let lens = [200usize, 37, 140];
+    let padded = Case::new([3, 2, 2, 200, 200, 16, 16], Dtype::F32, options);
+    let padded = padded.with_seq_lens_q(&lens).with_seq_lens_k(&lens);
+    if !supports(&client, Dtype::F32) {
+        return;
+    }
+    let mut packed = Case::new([1, 2, 2, 377, 377, 16, 16], Dtype::F32, options);
+    let part = |values: &[f64], batch: usize, head: usize| -> Vec<f64> {
+        values[(batch * 2 + head) * 3200..][..lens[batch] * 16].to_vec()
+    };
+    let whole = |values: &[f64]| -> Vec<f64> {
+        (0..2).flat_map(|head| [0, 1, 2].map(|batch| part(values, batch, head)).concat()).collect()
+    };
+    packed.tensors.q = whole(&padded.tensors.q);
+    packed.tensors.k = whole(&padded.tensors.k);
+    packed.tensors.v = whole(&padded.tensors.v);
+    packed.dout = whole(&padded.dout);
+    let ends = [0, 200, 237, 377];
+    let states = vec![1, 2, 0, 1, 2, 0, 0, 0, 1, 0, 2, 2];
+    let padded = padded.with_block_mask([3, 1, 2, 2], [128, 128], states.clone()).check(&client);
+    let packed = packed.with_cu_seqlens(&ends, &ends).with_block_mask([3, 1, 2, 2], [128, 128], states).check(&client);
+    assert_eq!(packed.o, whole(&padded.o));
+    assert_eq!(packed.dq, padded.dq.map(|dq| whole(&dq)));
+    assert_eq!(packed.dk, padded.dk.map(|dk| whole(&dk)));
+    assert_eq!(packed.dv, padded.dv.map(|dv| whole(&dv)));
+}
+
 /// Runs with the same block states share one set of tile lists. Other states, or another mask or window, get their own.
 #[test]
 fn runs_share_lists() {

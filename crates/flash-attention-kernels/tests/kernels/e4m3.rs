@@ -5,13 +5,12 @@ use crate::e4m3_caches::{read_words, words};
 use crate::pages;
 use cubecl::prelude::*;
 use flash_attention_kernels::e4m3::{decode, decode_word, encode, encode_word, inverse, scale_of, scale_of_bits};
-use flash_attention_kernels::mods::ScoreFn;
+use flash_attention_kernels::mods::{Alibi, ScoreFn};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, Dtype, Inputs, Kernel, KvStorage, TensorView, backward,
     forward, plan_with,
 };
 use flash_attention_reference as reference;
-use flash_attention_reference::mods::Alibi;
 
 /// For each four numbers, given as bits: their scales, the inverses of these, the word that encodes them, and what it stands for, times the
 /// first one's scale.

@@ -1,11 +1,11 @@
 //! Few rows in the portable forward: query heads of a group as rows of one tile, and splits of the keys among thread blocks.
 
 use crate::common::*;
-use flash_attention_kernels::mods::{MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{Alibi, MaskFn, ScoreFn};
 use flash_attention_kernels::{
     Alignment, AttentionOptions, Dtype, FewRowsForward, FewRowsTile, Forward, Kernel, PortableForward, plan_with,
 };
-use flash_attention_reference::mods::{Alibi, Strided};
+use flash_attention_reference::mods::Strided;
 
 /// The plan of a case for this kernel, with this number of splits instead of the planned one. `None` where another kernel is tested.
 fn planned(case: &Case, num_splits: Option<usize>) -> Option<FewRowsForward> {

@@ -3,30 +3,15 @@
 use crate::common::*;
 use cubecl::prelude::*;
 use flash_attention_kernels::mods::{
-    And, Causal, Document, MaskFn, MaskMod, Not, Or, Pair, Partials, ScoreFn, ScoreMod, Then, Values,
+    Alibi, And, Bias, Causal, CausalWindow, Chunked, Document, FirstKeys, Kerple, MaskFn, MaskMod, Neighborhood, Not,
+    Or, Pair, RelativePosition, ScalableSoftmax, ScoreFn, SlidingWindow, Softcap, Stride, Swapped, Temperature, Then,
+    Values,
 };
 use flash_attention_kernels::{Alignment, AttentionOptions, Dtype};
-use flash_attention_reference::mods::{Alibi, Softcap};
 
 const CAP: u32 = 3;
 
-/// Score function: adds its second tensor.
-struct Bias;
-
-#[cube]
-impl ScoreMod for Bias {
-    const ADDITIVE: bool = true;
-
-    fn score(score: f32, _pair: Pair, values: Values) -> f32 {
-        score + values.b
-    }
-
-    fn backward(_score: f32, _pair: Pair, _values: Values) -> Partials {
-        Partials { score: 1.0f32, a: 0.0f32, b: 1.0f32 }
-    }
-}
-
-/// Mask function: shows keys less than 20 positions before the query, and all after it.
+/// Shows keys less than 20 positions before the query, and all after it.
 struct Near;
 
 #[cube]
@@ -94,7 +79,7 @@ fn composed_functions_with_two_tensors() {
         let sizes = [1, 4, 2, 80, 80, 64, 64];
         let options = AttentionOptions { softcap: Some(CAP as f32), ..Default::default() };
         let built_in = Case::new(sizes, dtype, options).with_alibi_slopes([1, 4]).with_bias([1, 4, 80, 80]);
-        let both = AttentionOptions { score_mod: Some(ScoreFn::of::<Then<Alibi, Bias>>()), ..options };
+        let both = AttentionOptions { score_mod: Some(ScoreFn::of::<Then<Alibi, Swapped<Bias>>>()), ..options };
         let mut case = Case::new(sizes, dtype, both).with_score_tensors(&[[1, 4, 1, 1], [1, 4, 80, 80]]);
         case.tensors.score_tensors = [built_in.tensors.alibi_slopes.clone(), built_in.tensors.bias.clone()];
         let (a, mut b) = (case.run(&client).unwrap(), built_in.run(&client).unwrap());
@@ -103,6 +88,53 @@ fn composed_functions_with_two_tensors() {
         close("bias", a.dscore_tensors[1].as_ref().unwrap(), &dbias, 4.0 * case.tolerance(2e-5));
         let of_slopes = b.dalibi_slopes.as_ref().unwrap();
         close("slopes", a.dscore_tensors[0].as_ref().unwrap(), of_slopes, 4.0 * case.tolerance(1e-4));
+    }
+}
+
+/// Score functions of `mods` against the oracle, with tensors that are not negative, as a temperature and a decay must be.
+#[test]
+fn ready_made_score_functions() {
+    let Some(client) = client() else { return };
+    let heads = [[1, 4, 1, 1]; 2];
+    let of_pairs = [[1, 4, 1, 1], [2, 1, 70, 90]];
+    let functions = [
+        (ScoreFn::of::<Temperature>(), &heads[..1]),
+        (ScoreFn::of::<ScalableSoftmax>(), &heads[..1]),
+        (ScoreFn::of::<RelativePosition>(), &heads[..1]),
+        (ScoreFn::of::<Kerple>(), &heads[..]),
+        (ScoreFn::of::<Then<Softcap<CAP>, Bias>>(), &of_pairs[1..]),
+        (ScoreFn::of::<Then<Kerple, Swapped<Alibi>>>(), &heads[..]),
+        (ScoreFn::of::<Then<Temperature, Swapped<Bias>>>(), &of_pairs[..]),
+    ];
+    for dtype in dtypes(&client) {
+        for (score_mod, shapes) in functions {
+            let options = AttentionOptions { score_mod: Some(score_mod), ..Default::default() };
+            let mut case = Case::new([2, 4, 2, 70, 90, 64, 64], dtype, options).with_score_tensors(shapes);
+            for values in case.tensors.score_tensors.iter_mut().flatten() {
+                values.iter_mut().for_each(|value| *value = f64::from((value.abs() + 0.5) as f32));
+            }
+            case.with_dlse().check(&client);
+        }
+    }
+}
+
+/// Mask functions of `mods` without tensors, against the oracle.
+#[test]
+fn ready_made_mask_functions() {
+    let Some(client) = client() else { return };
+    let functions = [
+        MaskFn::of::<CausalWindow<19>>(),
+        MaskFn::of::<And<Causal, Chunked<48>>>(),
+        MaskFn::of::<And<Causal, Or<FirstKeys<4>, SlidingWindow<30>>>>(),
+        MaskFn::of::<And<Stride<3>, SlidingWindow<40>>>(),
+        MaskFn::of::<And<Causal, Or<Stride<16>, SlidingWindow<15>>>>(),
+        MaskFn::of::<Neighborhood<15, 10, 2>>(),
+    ];
+    for dtype in dtypes(&client) {
+        for mask_mod in functions {
+            let options = AttentionOptions { mask_mod: Some(mask_mod), ..Default::default() };
+            Case::new([2, 2, 1, 150, 150, 64, 64], dtype, options).with_dlse().check(&client);
+        }
     }
 }
 

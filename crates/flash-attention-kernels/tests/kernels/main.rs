@@ -8,6 +8,7 @@ mod blocks;
 mod bounds;
 mod caches;
 mod common;
+mod derivatives;
 mod e4m3;
 mod e4m3_caches;
 mod empty;

@@ -3,10 +3,9 @@
 
 use crate::common::*;
 use cubecl::client::Client;
-use flash_attention_kernels::mods::ScoreFn;
+use flash_attention_kernels::mods::{Alibi, ScoreFn};
 use flash_attention_kernels::tiling::Device;
 use flash_attention_kernels::{AttentionOptions, Dtype, Forward, Kernel, MmaForward, MmaTile, MmaTiles, plan_with};
-use flash_attention_reference::mods::Alibi;
 
 /// Whether the kernel of `mma.sync` can run, and no other one is asked for.
 fn runs(client: &Client, dtype: Dtype) -> bool {

@@ -1,12 +1,11 @@
 //! Keys and values in pages: in any order, in any page size, where every row that no sequence has is NaN.
 
 use crate::common::*;
-use flash_attention_kernels::mods::ScoreFn;
+use flash_attention_kernels::mods::{Alibi, ScoreFn};
 use flash_attention_kernels::{
     AttentionError, AttentionOptions, AttentionProblem, CacheAppend, Dtype, Inputs, Kernel, KvStorage, TensorView,
     append_to_cache, backward, copy_cache_pages, forward, plan_with,
 };
-use flash_attention_reference::mods::Alibi;
 
 /// A token, a few and a prompt; sequences that end within a page, at its end, and in the first one.
 pub fn cases() -> Vec<Case> {

@@ -2,13 +2,12 @@
 
 use crate::common::*;
 use cubecl::client::Client;
-use flash_attention_kernels::mods::{Causal, MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{Alibi, Causal, MaskFn, ScoreFn, Softcap};
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     Alignment, AttentionOptions, AttentionProblem, BackwardOrder, Dtype, Inputs, Kernel, Plan, Precision, TensorView,
     check, forward, forward_with, plan, plan_with,
 };
-use flash_attention_reference::mods::{Alibi, Softcap};
 use std::alloc::{GlobalAlloc, Layout as MemoryLayout, System};
 use std::cell::Cell;
 use std::thread;

@@ -2,9 +2,9 @@
 //! at a time, over queries and over keys, and next to hidden values that are NaN or infinite.
 
 use crate::common::*;
-use flash_attention_kernels::mods::{ScoreFn, Temperature};
+use flash_attention_kernels::mods::{Alibi, ScoreFn, Temperature};
 use flash_attention_kernels::{AttentionOptions, Dtype};
-use flash_attention_reference::mods::{Alibi, Bent};
+use flash_attention_reference::mods::Bent;
 
 /// Score functions with the shapes of their tensors: of each head, of each query and of each key.
 fn functions(heads: usize, seq_q: usize, seq_k: usize) -> [(ScoreFn, Vec<[usize; 4]>); 5] {

@@ -8,7 +8,7 @@ use flash_attention_kernels::hopper::dbias::{BiasOutCompilationArg, DbiasSchedul
 use flash_attention_kernels::hopper::splits::{self, SplitSumsCompilationArg};
 use flash_attention_kernels::hopper::wide::{WideBlueprint, gradients};
 use flash_attention_kernels::hopper::{BiasBlueprint, BiasTile, copy, dbias, forward, gradient, reduce};
-use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn, Temperature};
+use flash_attention_kernels::mods::{Alibi, Document, MaskFn, ScoreFn, Softcap, Temperature};
 use flash_attention_kernels::score::{Factor, Factors};
 use flash_attention_kernels::tensor_core::{Blueprint, DeltaBlueprint, Rows, Zeros, combine, delta};
 use flash_attention_kernels::tiling::{element_type, plan_on};
@@ -16,7 +16,6 @@ use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, BackwardTiles, BiasGradient, Dtype, Forward, Gradient,
     HopperTile,
 };
-use flash_attention_reference::mods::{Alibi, Softcap};
 use std::time::Instant;
 
 fn compile(kernel: impl CubeKernel) -> String {

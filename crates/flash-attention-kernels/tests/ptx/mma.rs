@@ -5,7 +5,7 @@ use crate::harness::*;
 use cubecl_core::ir::nvidia::SmArch;
 use flash_attention_kernels::fragment::Role;
 use flash_attention_kernels::mma::{MmaBlueprint, Products, forward, gradient};
-use flash_attention_kernels::mods::{Document, MaskFn, ScoreFn};
+use flash_attention_kernels::mods::{Alibi, Document, MaskFn, ScoreFn, Softcap};
 use flash_attention_kernels::tensor_core::Blueprint;
 use flash_attention_kernels::tensor_core::combine::CombinationCompilationArg;
 use flash_attention_kernels::tiling::{Device, plan_on};
@@ -13,7 +13,6 @@ use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardTiles, Dtype, Forward, Gradient, Kernel, KvStorage, MmaForward,
     MmaTile, Plan, Precision,
 };
-use flash_attention_reference::mods::{Alibi, Softcap};
 use std::time::Instant;
 
 /// Bytes of shared memory of a thread block on sm_80, and on other devices from Ampere on.

@@ -1,12 +1,11 @@
 //! Plans name the kernels that they pass over, and why.
 
 use crate::harness::*;
-use flash_attention_kernels::mods::{ScoreFn, Temperature};
+use flash_attention_kernels::mods::{Alibi, ScoreFn, Temperature};
 use flash_attention_kernels::tiling::{Device, plan_on};
 use flash_attention_kernels::{
     AttentionOptions, AttentionProblem, BackwardOrder, Dtype, Forward, HopperForward, Kernel, Plan,
 };
-use flash_attention_reference::mods::Alibi;
 
 #[test]
 fn plans_say_why_hopper_is_not_used() {

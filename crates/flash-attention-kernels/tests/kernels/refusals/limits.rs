@@ -51,7 +51,10 @@ fn problems_that_are_not_valid() {
         |p| p.bias = Some([1, 3, 1, 1]) => Broadcast { argument: "bias", dimension: 1, value: 3 };
         |p| p.alibi_slopes = Some([1, 3]) => Dimension { argument: "alibi_slopes", value: 3, expected: 4 };
         |p| p.alibi_slopes = Some([5, 4]) => Dimension { argument: "alibi_slopes", value: 5, expected: 2 };
-        |p| (p.block_mask, p.cu_seqlens) = (BLOCKS, Some(2)) => Unsupported { option: "block_mask", value } if value == "[1, 1, 1, 1]";
+        |p| (p.block_mask, p.cu_seqlens, p.bias) = (BLOCKS, Some(2), Some([1; 4])) => Unsupported { option: "bias", value } if value.contains("[1, 1, 1, 1]");
+        |p| (p.block_mask, p.cu_seqlens, p.alibi_slopes) = (BLOCKS, Some(2), Some([1, 4])) => Unsupported { option: "alibi_slopes", value } if value.contains("[1, 4, 1, 1]");
+        |p| (p.block_mask, p.cu_seqlens) = (BLOCKS.map(|of| BlockMask { blocks: [3, 1, 1, 1], ..of }), Some(2)) => Blocks { dimension: 0, value: 3 };
+        |p| (p.block_mask, p.cu_seqlens) = (BLOCKS.map(|of| BlockMask { blocks: [2, 1, 1, 0], ..of }), Some(2)) => Blocks { dimension: 3, value: 0 };
         |p| p.block_mask = BLOCKS.map(|of| BlockMask { block_q: 100, ..of }) => Option { option: "block_q", value: 100.0 };
         |p| p.block_mask = BLOCKS.map(|of| BlockMask { block_k: 0, ..of }) => Option { option: "block_k", value: 0.0 };
         |p| p.block_mask = BLOCKS.map(|of| BlockMask { blocks: [1, 1, 2, 1], ..of }) => Blocks { dimension: 2, value: 2 };
