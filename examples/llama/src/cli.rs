@@ -11,6 +11,8 @@ use crate::lora::{AdapterConfig, merge};
 use crate::sample::Sampling;
 use crate::text::{ChatTemplate, Message, Text};
 use clap::{Args, Parser, Subcommand};
+use gpt::config::Dtype;
+use gpt::device::AtRest;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -98,6 +100,7 @@ impl Cli {
             Command::Finetune(finetune) => finetune.run(&self.place),
             Command::Bench(bench) => {
                 let (device, dtype) = self.place.choose()?;
+                let _at_rest = AtRest(vec![device.clone()]);
                 let measured = bench.run(&device, dtype)?;
                 println!("tokens/s   {:.1}", measured.tokens_per_second);
                 if let Some(bytes) = measured.peak_bytes {
@@ -115,6 +118,7 @@ impl Generate {
         let text = Text::of_folder(&self.model)?;
         let prompts = self.prompts(&text)?;
         let (device, dtype) = place.choose()?;
+        let _at_rest = AtRest(vec![device.clone()]);
         let mut model = checkpoint.model(&device, dtype)?;
         if let Some(adapter) = &self.adapter {
             merge(&mut model, adapter)?;
@@ -171,13 +175,19 @@ impl Finetune {
     fn run(self, place: &Place) -> Result<(), Error> {
         let Finetune { finetuning, .. } = &self;
         finetuning.check()?;
+        if place.dtype == Dtype::F16 {
+            let why = "gradients are too small for it; choose bf16 or f32".to_string();
+            return Err(Error::Flag { flag: "dtype", value: "f16".to_string(), why });
+        }
         let adapters = AdapterConfig::new(self.rank, self.alpha, &self.targets)?;
         let checkpoint = Checkpoint::open(&self.model)?;
         let text = Text::of_folder(&self.model)?;
         let eos = checkpoint.config.eos.first().copied();
-        let documents = self.data.iter().map(|path| read(path, &text, eos)).collect::<Result<Vec<_>, _>>()?.concat();
+        let files = self.data.iter().map(|path| read(path, &text, eos)).collect::<Result<Vec<_>, _>>()?;
+        let documents: Vec<_> = files.into_iter().flatten().collect();
         let rows = pack(&documents, finetuning.context);
         let (device, dtype) = place.choose()?;
+        let _at_rest = AtRest(vec![device.clone()]);
         let device = match finetuning.checkpointing {
             true => device.autodiff().gradient_checkpointing(),
             false => device.autodiff(),

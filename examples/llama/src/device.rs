@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use burn::tensor::{DType, Device};
+use gpt::config::Dtype;
 
 /// Flags of every command.
 #[derive(clap::Args, Clone, Debug)]
@@ -14,41 +15,17 @@ pub struct Place {
     pub dtype: Dtype,
 }
 
-/// Element type of a model.
-#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    /// 32 bits.
-    F32,
-    /// bfloat16.
-    Bf16,
-    /// IEEE half precision.
-    F16,
-}
-
-impl From<Dtype> for DType {
-    fn from(dtype: Dtype) -> Self {
-        match dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-            Dtype::F16 => DType::F16,
-        }
-    }
-}
-
 impl Place {
-    /// The device, without autodiff, and the element type.
+    /// The device, without autodiff, and the element type, in which the device's operations have been tried.
     ///
     /// # Errors
     ///
-    /// [`Error::Device`] if there is no such device, [`Error::Flag`] if it does not compute in the element type.
+    /// [`Error::Device`] if there is no such device, or it does not compute rightly in the element type.
     pub fn choose(&self) -> Result<(Device, DType), Error> {
-        let found = nanogpt::device::choose(&self.device).map_err(Error::Device)?;
-        let dtype = DType::from(self.dtype);
-        if !found.device.supports_dtype(dtype) {
-            let value = dtype.name().to_string();
-            return Err(Error::Flag { flag: "dtype", value, why: format!("{} does not compute in it", found.id) });
-        }
-        eprintln!("device     {}, {}", found.id, dtype.name());
-        Ok((found.device, dtype))
+        let wrong = |error: gpt::error::Error| Error::Device(error.to_string());
+        let found = gpt::device::choose(&self.device).map_err(wrong)?;
+        gpt::probe::check(&found, self.dtype).map_err(wrong)?;
+        eprintln!("device     {found}, {}", self.dtype.name());
+        Ok((found.device, self.dtype.float().into()))
     }
 }

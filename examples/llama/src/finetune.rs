@@ -136,8 +136,6 @@ impl Finetuning {
         let LearningResult { model, renderer, error, .. } = training.launch(learner);
         // Closes the dashboard, which restores the terminal.
         drop(renderer);
-        // Mesa compiles pipelines in its own threads: a process that exits meanwhile dies of SIGSEGV.
-        device.sync().map_err(Error::execution)?;
         error.map_or(Ok(model.model), |error| Err(Error::Training(error.to_string())))
     }
 

@@ -49,7 +49,8 @@ impl Generation {
             return Err(Error::Flag { flag: "max-tokens", value: self.max_tokens.to_string(), why });
         }
         let mut cache = model.new_cache(prompts.len(), longest + self.max_tokens)?;
-        let mut rngs: Vec<_> = (0..prompts.len() as u64).map(|nth| StdRng::seed_from_u64(self.seed + nth)).collect();
+        let mut rngs: Vec<_> =
+            (0..prompts.len() as u64).map(|nth| StdRng::seed_from_u64(self.seed.wrapping_add(nth))).collect();
         let mut texts = vec![Vec::new(); prompts.len()];
         let mut ended = vec![false; prompts.len()];
         let mut logits = prefill(model, prompts, &mut cache)?;

@@ -264,6 +264,7 @@ fn flags_that_cannot_be_are_refused_in_one_sentence() {
         ("--data text.txt --learning-rate 2", "--learning-rate is 2; it must be above 0 and at most 1"),
         ("--data text.txt --alpha inf", "--alpha is inf; it must be finite"),
         ("--data text.txt --targets q,head", "--targets is head; layers are q, k, v, o, gate, up and down"),
+        ("--data text.txt --dtype f16", "--dtype is f16; gradients are too small for it; choose bf16 or f32"),
         ("--data bad.jsonl", "bad.jsonl is not a readable JSONL file: line 2: missing field `text`"),
         ("--data none.txt", "none.txt: No such file"),
         ("--data text.txt --out-dir old", "--out-dir is old; it already has an adapter"),

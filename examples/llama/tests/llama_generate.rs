@@ -199,6 +199,26 @@ fn the_program_generates() {
     let lines: Vec<_> = several.lines().collect();
     assert_eq!(lines, ["== 1", &expected(&[1, 5, 6]), "== 2", &expected(&[1, 80])]);
 
+    // A character of two tokens is printed when both are there.
+    let two = |word: u32| {
+        let [a, b] =
+            greedy(2, vec![]).run(&model, &[vec![1, word]], |_, _| Ok(())).unwrap().remove(0).try_into().unwrap();
+        (a != b && a > 2 && b > 2 && ![a, b].contains(&word)).then_some((word, a, b))
+    };
+    let (word, a, b) = (3..96).find_map(two).unwrap();
+    let path = directory.path().join("tokenizer.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    tokenizer["decoder"] =
+        serde_json::json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    for (token, byte) in [(a, "Ã"), (b, "©")] {
+        assert!(vocab.remove(&format!("w{token}")).is_some());
+        vocab.insert(byte.to_string(), token.into());
+    }
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    let output = llama(directory.path(), &format!("generate|--temperature|0|--max-tokens|2|--prompt|w{word}"));
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "é");
+
     let output = llama(directory.path(), "generate|--prompt|w5|--dtype|f64");
     assert_eq!(output.status.code(), Some(2));
     std::fs::remove_file(directory.path().join("tokenizer.json")).unwrap();
