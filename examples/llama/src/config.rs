@@ -20,8 +20,6 @@ pub struct ModelConfig {
     pub family: &'static Family,
     /// The decoder.
     pub decoder: FlashDecoderConfig,
-    /// Largest number of positions.
-    pub max_positions: usize,
     /// Tokens that end a text, if `config.json` names any.
     pub eos: Vec<u32>,
 }
@@ -169,23 +167,24 @@ impl Reader {
             .with_embedding_scale(scale)
             .with_logit_softcap(settings.final_logit_softcapping);
         let eos = settings.eos_token_id.clone().map_or(Vec::new(), Tokens::into_vec);
-        Ok(ModelConfig { family, decoder, max_positions: settings.max_position_embeddings, eos })
+        Ok(ModelConfig { family, decoder, eos })
     }
 
     /// Whether each layer sees a window only.
     fn windowed(&self) -> Result<Vec<bool>, Error> {
         let settings = &self.settings;
         let count = settings.num_hidden_layers;
-        if self.family.windows == Windows::Late && !settings.use_sliding_window {
-            return Ok(vec![false; count]);
-        }
-        let by_rule = |nth: usize| match self.family.windows {
-            Windows::Never => false,
-            Windows::Every => true,
-            Windows::Pattern => !(nth + 1).is_multiple_of(settings.sliding_window_pattern),
-            Windows::Late => nth >= settings.max_window_layers,
+        let by_rule: Vec<_> = match self.family.windows {
+            Windows::Never => return Ok(vec![false; count]),
+            Windows::Every => return Ok(vec![true; count]),
+            Windows::Late if !settings.use_sliding_window => return Ok(vec![false; count]),
+            Windows::Late => (0..count).map(|nth| nth >= settings.max_window_layers).collect(),
+            Windows::Pattern => {
+                let pattern = settings.sliding_window_pattern;
+                (0..count).map(|nth| !(nth + 1).is_multiple_of(pattern)).collect()
+            }
         };
-        let Some(kinds) = &settings.layer_types else { return Ok((0..count).map(by_rule).collect()) };
+        let Some(kinds) = &settings.layer_types else { return Ok(by_rule) };
         if kinds.len() != count {
             let why = format!("num_hidden_layers is {count}");
             return Err(self.unsupported("layer_types", format!("{} kinds", kinds.len()), &why));

@@ -8,7 +8,7 @@ pub struct Family {
     /// Settings where `config.json` has none, in JSON: those of the family's configuration class in transformers, if they differ from
     /// [`COMMON`].
     pub defaults: &'static str,
-    /// Which layers see a window of `sliding_window` keys, if `layer_types` does not say.
+    /// Which layers see a window of `sliding_window` keys.
     pub windows: Windows,
     /// Whether `attention_bias` is meant for the output layer as well.
     pub output_bias: bool,
@@ -24,7 +24,7 @@ pub struct Family {
     pub norm_offset: f32,
 }
 
-/// Which layers of a model see a window of keys only, counted from 0.
+/// Which layers of a model see a window of keys only, counted from 0. `layer_types` replaces `Pattern` and `Late`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Windows {
     /// No layer.

@@ -198,13 +198,14 @@ fn settings_of_windows_and_scaling() {
 
 #[test]
 fn what_a_configuration_asks_for_in_vain_is_named() {
-    let refuses = |name: &str, value: Value, sentence: &str| {
-        let directory = copy("llama2");
+    let refuses_of = |family: &str, name: &str, value: Value, sentence: &str| {
+        let directory = copy(family);
         configure(directory.path(), |config| drop(config.insert(name.into(), value)));
         let error = open(directory.path()).unwrap_err();
         let path = directory.path().join("config.json");
         assert_eq!(error, format!("{} {sentence}", path.display()));
     };
+    let refuses = |name: &str, value: Value, sentence: &str| refuses_of("llama2", name, value, sentence);
     let known = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt_oss";
     refuses(
         "model_type",
@@ -235,9 +236,16 @@ fn what_a_configuration_asks_for_in_vain_is_named() {
     refuses("hidden_act", json!("tanh"), act);
     let kinds =
         "has layer_types = chunked_attention, which is not supported: kinds are full_attention and sliding_attention";
-    refuses("layer_types", json!(["chunked_attention", "full_attention"]), kinds);
-    let count = "has layer_types = 1 kinds, which is not supported: num_hidden_layers is 2";
-    refuses("layer_types", json!(["full_attention"]), count);
+    refuses_of(
+        "gemma2",
+        "layer_types",
+        json!(["full_attention", "chunked_attention", "full_attention", "full_attention"]),
+        kinds,
+    );
+    let count = "has layer_types = 1 kinds, which is not supported: num_hidden_layers is 4";
+    refuses_of("gemma2", "layer_types", json!(["full_attention"]), count);
+    let window = "has sliding_window = 0, which is not supported: a query sees at least itself";
+    refuses_of("gemma2", "sliding_window", json!(0), window);
     let both = "has use_bidirectional_attention = true, which is not supported: a decoder is causal";
     refuses("use_bidirectional_attention", json!(true), both);
 
