@@ -16,6 +16,8 @@ import pathlib
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -40,6 +42,33 @@ def configs():
     yield "gemma3", transformers.Gemma3TextConfig(
         **SIZES, num_hidden_layers=4, sliding_window=9, query_pre_attn_scalar=24, sliding_window_pattern=2,
     )
+
+
+    # The attention of gpt-oss. Its mixture of experts is replaced by the MLP of Llama.
+    yield "gpt_oss", transformers.GptOssConfig(
+        **SIZES | dict(head_dim=8, intermediate_size=32), num_hidden_layers=2, sliding_window=9, num_local_experts=0,
+        num_experts_per_tok=0,
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=8.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=64,
+        ),
+    )
+
+
+class DenseMlp(LlamaMLP):
+    """The MLP of Llama where gpt-oss expects router scores beside the output."""
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+def build(config):
+    """A model of a configuration."""
+    if config.model_type != "gpt_oss":
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config.mlp_bias = False
+    modeling_gpt_oss.GptOssMLP = DenseMlp
+    return transformers.GptOssForCausalLM(config)
 
 
 def spread(model, seed):
@@ -81,7 +110,9 @@ def main():
     for seed, (name, config) in enumerate(configs()):
         config._attn_implementation = "eager"
         config.dtype = torch.float32
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        # Sinks are near their first values, which are random.
+        torch.manual_seed(seed)
+        model = build(config).eval()
         spread(model, seed)
         folder = directory / name
         saved = expected(model, 100 + seed)

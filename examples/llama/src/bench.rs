@@ -1,0 +1,189 @@
+//! Speed and memory of a model's shape, with random weights.
+
+use crate::config::ModelConfig;
+use crate::documents::{Row, RowBatcher};
+use crate::error::Error;
+use crate::loss::cross_entropy;
+use burn::data::dataloader::batcher::Batcher;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_flash_attention::{FlashAttentionOptions, FlashDecoder};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Measures the speed of a model's shape, with random weights.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Bench {
+    /// The config.json of the model.
+    #[arg(long, value_name = "FILE")]
+    pub config: PathBuf,
+    /// Tokens of a sequence; in decode, of each sequence's cache before the first step.
+    #[arg(long, default_value_t = 1024)]
+    pub context: usize,
+    /// Sequences.
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// What a step is.
+    #[arg(long, default_value = "train")]
+    pub mode: Mode,
+    /// Recomputes in the backward what limits memory.
+    #[arg(long)]
+    pub checkpointing: bool,
+    /// Positions whose logits exist at a time in training.
+    #[arg(long, default_value_t = 1024)]
+    pub chunk: usize,
+    /// Steps before the first that counts.
+    #[arg(long, default_value_t = 3)]
+    pub warmup: usize,
+    /// Steps that count.
+    #[arg(long, default_value_t = 10)]
+    pub steps: usize,
+}
+
+/// What is measured.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Forward, backward and AdamW of all weights.
+    Train,
+    /// One token of each sequence over the cache.
+    Decode,
+}
+
+/// What was measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Measured {
+    /// Tokens of all sequences in the median step.
+    pub tokens_per_second: f64,
+    /// Largest number of bytes in use in the device's memory pool at a launch of one more step. `None`: the device does not tell.
+    pub peak_bytes: Option<u64>,
+}
+
+impl Bench {
+    /// Runs the steps.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ModelConfig::read`]; [`Error::Flag`] for sizes of 0; [`Error::Attention`] for a context that the model does not have;
+    /// [`Error::Execution`] if the device fails.
+    pub fn run(&self, device: &Device, dtype: DType) -> Result<Measured, Error> {
+        let sizes = [("context", self.context), ("batch", self.batch), ("chunk", self.chunk), ("steps", self.steps)];
+        if let Some((flag, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(Error::Flag { flag, value: "0".to_string(), why: "it must be at least 1".to_string() });
+        }
+        let config = ModelConfig::read(&self.config)?;
+        let device = match (self.mode, self.checkpointing) {
+            (Mode::Decode, _) => device.clone(),
+            (Mode::Train, false) => device.clone().autodiff(),
+            (Mode::Train, true) => device.clone().autodiff().gradient_checkpointing(),
+        };
+        let model = config.decoder.try_init(&device)?.map(&mut Cast(dtype));
+        let ((mut times, peak_bytes), tokens) = match self.mode {
+            Mode::Train => (self.train(model, &device)?, self.batch * self.context),
+            Mode::Decode => (self.decode(&model, &device)?, self.batch),
+        };
+        times.sort_by(f64::total_cmp);
+        Ok(Measured { tokens_per_second: tokens as f64 / times[times.len() / 2], peak_bytes })
+    }
+
+    fn train(&self, model: FlashDecoder, device: &Device) -> Result<Steps, Error> {
+        let row = Row { tokens: (0..self.context as u32).map(|at| at % 97).collect(), starts: vec![0] };
+        let batch = RowBatcher { context: self.context }.batch(vec![row; self.batch], device);
+        let mut optimizer = ModuleOptimizer::from(AdamWConfig::new().build());
+        self.times(device, model, |model| {
+            let hidden = model.try_hidden(batch.tokens.clone(), &FlashAttentionOptions::new())?;
+            let loss = cross_entropy(&model, hidden, &batch.targets, self.chunk);
+            let gradients = GradientsParams::from_grads(loss.objective.backward(), &model);
+            Ok(optimizer.step(1e-5, model, gradients))
+        })
+    }
+
+    fn decode(&self, model: &FlashDecoder, device: &Device) -> Result<Steps, Error> {
+        let mut cache = model.new_cache(self.batch, self.context + self.warmup + self.steps + 1)?;
+        let options = FlashAttentionOptions::new();
+        // The context in parts, so that logits of all its positions need not exist at once.
+        for begin in (0..self.context).step_by(512) {
+            let new = Tensor::<2, Int>::zeros([self.batch, 512.min(self.context - begin)], device);
+            model.try_forward_step(new, &mut cache, &options)?;
+        }
+        let token = Tensor::<2, Int>::zeros([self.batch, 1], device);
+        self.times(device, cache, |mut cache| {
+            // The token is read back, as it is where text is generated.
+            let logits = model.try_forward_step(token.clone(), &mut cache, &options)?;
+            logits.argmax(2).try_into_data().map(|_| cache).map_err(Error::execution)
+        })
+    }
+
+    /// Times the steps from one state to the next, and observes one more.
+    fn times<S>(
+        &self,
+        device: &Device,
+        mut state: S,
+        mut step: impl FnMut(S) -> Result<S, Error>,
+    ) -> Result<Steps, Error> {
+        let mut step = |state| {
+            let begun = Instant::now();
+            let state = step(state)?;
+            device.sync().map_err(Error::execution)?;
+            Ok::<_, Error>((state, begun.elapsed().as_secs_f64()))
+        };
+        device.sync().map_err(Error::execution)?;
+        let mut times = Vec::new();
+        for nth in 0..self.warmup + self.steps {
+            let (next, time) = step(state)?;
+            times.extend((nth >= self.warmup).then_some(time));
+            state = next;
+        }
+        // Observing takes time.
+        let (last, peak_bytes) = observed(device, || step(state));
+        last.map(|_| (times, peak_bytes))
+    }
+}
+
+/// Seconds of the steps that count, and the largest number of bytes in use.
+type Steps = (Vec<f64>, Option<u64>);
+
+/// Casts parameters to an element type.
+struct Cast(DType);
+
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        Param::from_tensor(param.into_value().detach().cast(self.0).detach())
+    }
+}
+
+/// The result of `work`, and the largest number of bytes in use in the device's memory pool meanwhile. Allocations are made for launches, so
+/// that the largest number at a launch is the largest of all.
+#[cfg(any(feature = "wgpu", feature = "cuda", feature = "rocm"))]
+fn observed<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Option<u64>) {
+    use burn::backend::DispatchDevice;
+    use cubecl::MemoryScope;
+    use cubecl::client::Client;
+    use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    struct Watch(Client, AtomicU64);
+    impl LaunchObserver for Watch {
+        fn launched(&self, _kernel: &'static str) {
+            self.1.fetch_max(self.0.memory_report(MemoryScope::Device).usage().bytes_in_use, Ordering::Relaxed);
+        }
+    }
+    match device.clone().inner().as_dispatch() {
+        DispatchDevice::Cube(device) => {
+            let watch = Arc::new(Watch(device.client(), AtomicU64::new(0)));
+            let observation = LaunchObservation::new(watch.clone());
+            let result = work();
+            drop(observation);
+            (result, Some(watch.1.load(Ordering::Relaxed)))
+        }
+        #[allow(unreachable_patterns)]
+        _ => (work(), None),
+    }
+}
+
+/// The result of `work`. Without GPUs there is no memory pool.
+#[cfg(not(any(feature = "wgpu", feature = "cuda", feature = "rocm")))]
+fn observed<T>(_: &Device, work: impl FnOnce() -> T) -> (T, Option<u64>) {
+    (work(), None)
+}
