@@ -477,6 +477,7 @@ fn what_cannot_be_done_is_refused() {
             .starts_with("seq is 12; it must be a multiple of 5")
     );
     assert!(told(Sharding::Contiguous.shard(sequence(), 1, 2).unwrap_err()).starts_with("dim = 1"));
+    assert!(told(Sharding::Zigzag.shard(sequence(), 0, 0).unwrap_err()).starts_with("world_size = 0"));
     assert!(told(Sharding::Zigzag.unshard(Vec::<Tensor<1>>::new(), 0).unwrap_err()).starts_with("shares = 0"));
     let unequal = vec![sequence(), sequence().slice_dim(0, 0..10)];
     assert!(told(Sharding::Zigzag.unshard(unequal, 0).unwrap_err()).starts_with("shares has size 10"));
@@ -501,7 +502,7 @@ fn extreme_scores_are_merged() {
                 ring_attention(q, k, v, &options, &collectives)
             });
             let found = Sharding::Zigzag.unshard(found.into_iter().map(Result::unwrap).collect(), 2).unwrap();
-            found.into_data().assert_approx_eq::<f32>(&expected.into_data(), Tolerance::relative(1e-3));
+            found.into_data().assert_approx_eq::<f32>(&expected.into_data(), Tolerance::absolute(2e-3));
         }
     }
 }

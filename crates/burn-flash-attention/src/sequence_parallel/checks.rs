@@ -30,6 +30,22 @@ pub fn check(
     Ok(check_on_device(device.as_dispatch(), &computed)?)
 }
 
+/// An argument whose value makes no sense.
+pub fn refused(argument: &'static str, value: usize, why: &'static str) -> SequenceParallelError {
+    unsupported_value(argument, value, why).into()
+}
+
+/// Checks that a size is a multiple of another one.
+pub fn divides(
+    (argument, value): (&'static str, usize),
+    (divisor, reason): (usize, &'static str),
+) -> Result<(), SequenceParallelError> {
+    if value.is_multiple_of(divisor) {
+        return Ok(());
+    }
+    Err(SequenceParallelError::Indivisible { argument, value, divisor, reason })
+}
+
 /// Refuses the options that the method cannot honour.
 fn honoured(method: Method, options: &FlashAttentionOptions) -> Result<(), AttentionError> {
     // All fields by name, so that a new option is decided upon here.

@@ -3,6 +3,7 @@
 use super::CollectiveError;
 use burn::tensor::Tensor;
 use std::fmt::Debug;
+use std::sync::{Arc, Weak};
 
 /// One rank's side of the communication in a group. [`local_group`](super::local_group) is the implementation for ranks that are threads of
 /// one process.
@@ -46,4 +47,16 @@ pub trait Collectives: Debug + Send + Sync {
     ///
     /// [`CollectiveError`], if the group cannot complete the call.
     fn ring_shift(&self, tensors: Vec<Tensor<4>>) -> Result<Vec<Tensor<4>>, CollectiveError>;
+}
+
+/// The collectives of a backward, unless the rank has dropped them.
+pub(super) fn alive(collectives: &Weak<dyn Collectives>) -> Result<Arc<dyn Collectives>, CollectiveError> {
+    let dropped = || CollectiveError::Other("the rank's collectives were dropped before its backward".to_string());
+    collectives.upgrade().ok_or_else(dropped)
+}
+
+/// As many tensors as were sent.
+pub(super) fn received<const N: usize>(tensors: Vec<Tensor<4>>) -> Result<[Tensor<4>; N], CollectiveError> {
+    let found = tensors.len();
+    tensors.try_into().map_err(|_| CollectiveError::Other(format!("{found} tensors came for {N} that were sent")))
 }

@@ -1,6 +1,5 @@
 //! What can go wrong between ranks.
 
-use crate::checks::unsupported_value;
 use flash_attention_kernels::AttentionError;
 use std::time::Duration;
 use thiserror::Error;
@@ -85,20 +84,4 @@ pub enum SequenceParallelError {
         /// What the divisor is.
         reason: &'static str,
     },
-}
-
-/// An argument whose value makes no sense.
-pub(super) fn refused(argument: &'static str, value: usize, why: &'static str) -> SequenceParallelError {
-    unsupported_value(argument, value, why).into()
-}
-
-/// Checks that a size is a multiple of another one.
-pub(super) fn divides(
-    (argument, value): (&'static str, usize),
-    (divisor, reason): (usize, &'static str),
-) -> Result<(), SequenceParallelError> {
-    if value.is_multiple_of(divisor) {
-        return Ok(());
-    }
-    Err(SequenceParallelError::Indivisible { argument, value, divisor, reason })
 }

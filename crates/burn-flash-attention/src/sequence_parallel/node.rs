@@ -1,5 +1,7 @@
 //! An operation over `q`, `k` and `v` as one node of autodiff, whose forward and backward are written with tensors.
 
+#![cfg_attr(not(any(feature = "cube", feature = "flex")), allow(dead_code, unused_imports, unused_variables))]
+
 use super::SequenceParallelError;
 use crate::checks::{unsupported, unwrapped};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -40,7 +42,6 @@ pub fn recorded(
 }
 
 /// [`recorded`] on a backend.
-#[cfg(any(feature = "cube", feature = "flex"))]
 fn recorded_on<B: Backend>(
     strategy: GradientCheckpointingStrategy,
     qkv: [Tensor<4>; 3],
@@ -59,7 +60,6 @@ where
 }
 
 /// [`recorded`] on a backend with a checkpointing strategy.
-#[cfg(any(feature = "cube", feature = "flex"))]
 fn record<B: Backend, C: CheckpointStrategy>(
     qkv: [Tensor<4>; 3],
     out: Tensor<4>,

@@ -10,9 +10,9 @@ use burn::tensor::Tensor;
 use flash_attention_kernels::BlockLists;
 use flash_attention_kernels::mods::TENSORS;
 
-/// A call's tensors that its backward reads, without autodiff.
+/// What the backward of a call reads, without autodiff.
 #[derive(Clone, Debug)]
-pub struct Call {
+pub struct SavedCall {
     pub q: Tensor<4>,
     pub k: Tensor<4>,
     pub v: Tensor<4>,
@@ -30,8 +30,8 @@ pub fn forward(
 
 /// Gradients of `q`, `k` and `v`. If `out` and `lse` are those of attention over more keys than `k`, the gradients are the shares of these keys
 /// (FlashAttention-2, arXiv:2307.08691, algorithm 2: probabilities are `exp(score − lse)`). `options` has no tensors.
-pub fn backward(call: Call, dout: Tensor<4>, options: &FlashAttentionOptions) -> [Tensor<4>; 3] {
-    let Call { q, k, v, out, lse } = call;
+pub fn backward(call: SavedCall, dout: Tensor<4>, options: &FlashAttentionOptions) -> [Tensor<4>; 3] {
+    let SavedCall { q, k, v, out, lse } = call;
     let saved = Saved::<Dispatch> {
         out: out.into_dispatch(),
         lse: lse.into_dispatch(),

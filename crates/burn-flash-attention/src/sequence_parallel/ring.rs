@@ -1,10 +1,10 @@
 //! Ring attention: queries stay, keys and values travel around the ranks, and so do their gradients.
 
-use super::checks::{Method, check};
-use super::error::divides;
+use super::checks::{Method, check, divides};
+use super::collectives::{alive, received};
 use super::merge::Part;
 use super::node::{SavedForBackward, recorded};
-use super::partial::{Call, backward, forward};
+use super::partial::{SavedCall, backward, forward};
 use super::{Collectives, RingStep, Rows, SequenceParallelError, ring_plan};
 use crate::checks::{agree, unwrapped};
 use crate::options::FlashAttentionOptions;
@@ -103,7 +103,7 @@ pub fn try_ring_attention(
     let merged = merged([q.clone(), k.clone(), v.clone()], options, &**collectives)?;
     let out = merged.out.cast(q.dtype());
     let saved = Ring {
-        call: Call { q, k, v, out: out.clone(), lse: merged.lse },
+        call: SavedCall { q, k, v, out: out.clone(), lse: merged.lse },
         options: options.clone(),
         collectives: Arc::downgrade(collectives),
     };
@@ -142,7 +142,7 @@ fn merged(
 /// What the backward reads: the rank's share.
 #[derive(Debug)]
 struct Ring {
-    call: Call,
+    call: SavedCall,
     options: FlashAttentionOptions,
     /// Weak: a rank that drops its collectives has left the group, whatever its graph still holds.
     collectives: Weak<dyn Collectives>,
@@ -152,8 +152,8 @@ impl SavedForBackward for Ring {
     /// Every step gives the shares of its pairs, because `out` and `lse` are those of all keys. `dq` stays; `dk` and `dv` travel with their keys and
     /// values, and one step further, home. Sums are f32.
     fn gradients(&self, dout: Tensor<4>) -> Result<[Tensor<4>; 3], SequenceParallelError> {
-        let collectives = &*self.collectives.upgrade().ok_or_else(super::ulysses::dropped)?;
-        let Call { q, k, v, out, lse } = &self.call;
+        let collectives = &*alive(&self.collectives)?;
+        let SavedCall { q, k, v, out, lse } = &self.call;
         let plan = ring_plan(collectives.rank(), collectives.world_size(), self.options.causal);
         let mut dq = zeros_like(q);
         let mut kv = [k.clone(), v.clone()];
@@ -164,7 +164,7 @@ impl SavedForBackward for Ring {
                 kv = shifted(kv, collectives)?;
             }
             let rows = step.q.range(q.dims()[2]);
-            let call = Call {
+            let call = SavedCall {
                 q: of_rows(q, step.q),
                 k: of_rows(&k, step.k),
                 v: of_rows(&v, step.k),
@@ -211,5 +211,5 @@ fn zeros_like(tensor: &Tensor<4>) -> Tensor<4> {
 
 /// The pair of tensors of the previous rank, in exchange for these.
 fn shifted(pair: [Tensor<4>; 2], collectives: &dyn Collectives) -> Result<[Tensor<4>; 2], SequenceParallelError> {
-    Ok(super::ulysses::received(collectives.ring_shift(pair.to_vec())?)?)
+    Ok(received(collectives.ring_shift(pair.to_vec())?)?)
 }

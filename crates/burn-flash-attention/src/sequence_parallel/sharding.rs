@@ -1,7 +1,7 @@
 //! Which rows of a sequence a rank holds.
 
 use super::SequenceParallelError;
-use super::error::{divides, refused};
+use super::checks::{divides, refused};
 use crate::checks::agree;
 use burn::tensor::kind::Basic;
 use burn::tensor::{Device, Int, Tensor};
@@ -56,6 +56,9 @@ impl Sharding {
         world_size: usize,
     ) -> Result<Vec<Tensor<D, K>>, SequenceParallelError> {
         dimension::<D>(dim)?;
+        if world_size == 0 {
+            return Err(refused("world_size", world_size, "there must be at least one rank"));
+        }
         let seq = sequence.dims()[dim];
         (0..world_size)
             .map(|rank| {
@@ -93,8 +96,8 @@ impl Sharding {
         let (dims, device) = (first.dims(), first.device());
         let mut chunks = Vec::new();
         for (rank, share) in shares.into_iter().enumerate() {
-            for axis in 0..D {
-                agree("shares", &share.dims(), (axis, "size"), ("the first share", dims[axis]))?;
+            for (axis, size) in dims.into_iter().enumerate() {
+                agree("shares", &share.dims(), (axis, "size"), ("the first share", size))?;
             }
             let share = share.to_device(&device);
             let mut from = 0;

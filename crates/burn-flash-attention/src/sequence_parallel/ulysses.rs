@@ -1,9 +1,9 @@
 //! DeepSpeed-Ulysses: an all-to-all turns shares of the sequence into shares of the heads, and back.
 
-use super::checks::{Method, check};
-use super::error::divides;
+use super::checks::{Method, check, divides};
+use super::collectives::{alive, received};
 use super::node::{SavedForBackward, recorded};
-use super::partial::{Call, backward, forward};
+use super::partial::{SavedCall, backward, forward};
 use super::{CollectiveError, Collectives, SequenceParallelError};
 use crate::checks::unwrapped;
 use crate::options::FlashAttentionOptions;
@@ -103,7 +103,7 @@ pub fn try_ulysses_attention(
     let (out, lse) = forward([q.clone(), k.clone(), v.clone()], options)?;
     let [share] = to_sequence([out.clone()], &**collectives)?;
     let saved = Ulysses {
-        call: Call { q, k, v, out, lse },
+        call: SavedCall { q, k, v, out, lse },
         options: options.clone(),
         collectives: Arc::downgrade(collectives),
     };
@@ -113,7 +113,7 @@ pub fn try_ulysses_attention(
 /// What the backward reads: shares of the heads.
 #[derive(Debug)]
 struct Ulysses {
-    call: Call,
+    call: SavedCall,
     options: FlashAttentionOptions,
     /// Weak: a rank that drops its collectives has left the group, whatever its graph still holds.
     collectives: Weak<dyn Collectives>,
@@ -121,16 +121,11 @@ struct Ulysses {
 
 impl SavedForBackward for Ulysses {
     fn gradients(&self, dout: Tensor<4>) -> Result<[Tensor<4>; 3], SequenceParallelError> {
-        let collectives = self.collectives.upgrade().ok_or_else(dropped)?;
+        let collectives = alive(&self.collectives)?;
         let [dout] = to_heads([dout], &*collectives)?;
         let gradients = backward(self.call.clone(), dout, &self.options);
         Ok(to_sequence(gradients, &*collectives)?)
     }
-}
-
-/// The error of a backward whose rank has left.
-pub fn dropped() -> CollectiveError {
-    CollectiveError::Other("the rank's collectives were dropped before its backward".to_string())
 }
 
 /// From `[batch, heads, seq / ranks, dim]` to `[batch, heads / ranks, seq, dim]`.
@@ -139,8 +134,8 @@ fn to_heads<const N: usize>(
     collectives: &dyn Collectives,
 ) -> Result<[Tensor<4>; N], CollectiveError> {
     let ranks = collectives.world_size();
-    let received = received(collectives.all_to_all(shares.to_vec(), 1)?)?;
-    Ok(received.map(|blocks| {
+    let blocks = received(collectives.all_to_all(shares.to_vec(), 1)?)?;
+    Ok(blocks.map(|blocks: Tensor<4>| {
         // Block r of the heads has come from rank r: the same heads of its positions.
         let [batch, heads, seq, dim] = blocks.dims();
         let by_rank = blocks.reshape([batch, ranks, heads / ranks, seq, dim]).swap_dims(1, 2);
@@ -160,10 +155,4 @@ fn to_sequence<const N: usize>(
         by_rank.reshape([batch, ranks * heads, seq / ranks, dim])
     });
     received(collectives.all_to_all(blocks.to_vec(), 1)?)
-}
-
-/// As many tensors as were sent.
-pub fn received<const N: usize>(tensors: Vec<Tensor<4>>) -> Result<[Tensor<4>; N], CollectiveError> {
-    let found = tensors.len();
-    tensors.try_into().map_err(|_| CollectiveError::Other(format!("{found} tensors came for {N} that were sent")))
 }
