@@ -361,7 +361,7 @@ fn drawn_seed(device: &Device) -> Tensor<1, Int> {
 }
 
 /// The problem that these arguments describe, and their device without autodiff.
-fn posed(
+pub(crate) fn posed(
     q: &Tensor<4>,
     k: &Tensor<4>,
     v: &Tensor<4>,

@@ -4,6 +4,7 @@ use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device, Tensor};
 use flash_attention_kernels::AttentionError;
 use flash_attention_kernels::mods::TENSORS;
+use std::fmt::Display;
 
 /// Checks element type and device of the tensors that a function reads. `names` are the arguments' names in errors.
 pub(crate) fn function_tensors(
@@ -86,9 +87,14 @@ pub(crate) fn unsupported(device: &DispatchDevice) -> AttentionError {
     }
 }
 
+/// An option or argument whose value is not supported.
+pub(crate) fn unsupported_value(option: &'static str, value: impl Display, why: &'static str) -> AttentionError {
+    AttentionError::Unsupported { option, value: value.to_string(), why }
+}
+
 /// Returns the value, or panics with the error's message, as Burn's operations do.
 #[track_caller]
-pub(crate) fn unwrapped<T>(result: Result<T, AttentionError>) -> T {
+pub(crate) fn unwrapped<T, E: Display>(result: Result<T, E>) -> T {
     match result {
         Ok(value) => value,
         Err(error) => panic!("{error}"),

@@ -4,6 +4,7 @@
 //! for decoding, over a [`KvCache`]. [`attention`] has the signature of Burn's own attention, and `install` intercepts calls of Burn's own.
 //! [`FlashMultiHeadAttention`], [`FlashCrossAttention`], [`FlashTransformerEncoder`] and [`FlashTransformerDecoder`] load the records of
 //! burn-nn's modules. [`FlashDecoder`] is a Llama, Qwen, Gemma or Mistral, and [`FlashSelfAttention`] its attention. [`plan()`] tells which kernel runs.
+//! [`sequence_parallel`] divides one long sequence among several devices.
 //! Kernels come from [`flash_attention_kernels`] and run on any device that CubeCL compiles for. Tensors on Flex are computed on the host.
 //!
 //! ```
@@ -42,6 +43,7 @@ mod options;
 mod plan;
 mod problem;
 mod rotary;
+pub mod sequence_parallel;
 mod slopes;
 mod temperature;
 mod tensors;
@@ -93,6 +95,11 @@ struct Decoding;
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/models.md")]
 struct Models;
+
+/// Runs the examples of the page about sequence parallelism as doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/sequence-parallel.md")]
+struct SequenceParallel;
 
 /// Runs the examples of the page for users of PyTorch as doc tests.
 #[cfg(doctest)]
