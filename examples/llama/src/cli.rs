@@ -104,7 +104,7 @@ impl Cli {
                 let measured = bench.run(&device, dtype)?;
                 println!("tokens/s   {:.1}", measured.tokens_per_second);
                 if let Some(bytes) = measured.peak_bytes {
-                    println!("memory     {:.2} GiB at most", bytes as f64 / (1u64 << 30) as f64);
+                    println!("memory     {:.1} MiB at most", bytes as f64 / (1u64 << 20) as f64);
                 }
                 Ok(())
             }

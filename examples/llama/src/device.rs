@@ -10,8 +10,8 @@ pub struct Place {
     /// Where to compute: auto, or flex, wgpu, vulkan, metal, cuda, rocm as compiled in, with :N for the N-th.
     #[arg(long, default_value = "auto", global = true)]
     pub device: String,
-    /// Element type of weights, products, attention and cache.
-    #[arg(long, default_value = "f32", global = true)]
+    /// Element type of weights, products, attention and cache: f32, bf16 or f16.
+    #[arg(long, default_value = "f32", global = true, hide_possible_values = true)]
     pub dtype: Dtype,
 }
 

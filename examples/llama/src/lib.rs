@@ -2,7 +2,7 @@
 //!
 //! [`checkpoint`] reads a folder: [`config`] says what its `config.json` means, [`families`] what each family has beside it, [`parameters`]
 //! what tensors are called, and [`weights`] reads them. [`text`] turns text into tokens and back, [`generate`] continues it with tokens
-//! that [`sample`] draws. [`finetune`] trains the adapters of [`lora`] on [`documents`] with the loss of [`loss`], and [`bench`] measures.
+//! that [`sample`] draws. [`finetune`] trains the adapters of [`lora`] on [`documents`] with the loss of [`loss`], and [`mod@bench`] measures.
 
 pub mod bench;
 pub mod checkpoint;
