@@ -1,7 +1,7 @@
 //! Speed and memory of a model's shape, with random weights.
 
 use crate::config::ModelConfig;
-use crate::documents::{Row, RowBatcher};
+use crate::documents::{self, RowBatcher};
 use crate::error::Error;
 use crate::loss::cross_entropy;
 use burn::data::dataloader::batcher::Batcher;
@@ -9,6 +9,9 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_flash_attention::{FlashAttentionOptions, FlashDecoder};
+use example_support::memory::{Peak, peak};
+use serde::Serialize;
+use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -39,6 +42,9 @@ pub struct Bench {
     /// Steps that count.
     #[arg(long, default_value_t = 10)]
     pub steps: usize,
+    /// A file to which the result is appended.
+    #[arg(long, value_name = "FILE")]
+    pub csv: Option<PathBuf>,
 }
 
 /// What is measured.
@@ -55,11 +61,46 @@ pub enum Mode {
 pub struct Measured {
     /// Tokens of all sequences in the median step.
     pub tokens_per_second: f64,
-    /// Largest number of bytes in use in the device's memory pool at a launch of one more step. `None`: the device does not tell.
-    pub peak_bytes: Option<u64>,
+    /// Peak memory of one more step, if it can be measured.
+    pub peak: Option<Peak>,
+}
+
+/// A result in a file, whose columns are those of `benches/llama_peer.py`.
+#[derive(Serialize)]
+struct Row {
+    implementation: &'static str,
+    mode: String,
+    context: usize,
+    batch: usize,
+    checkpointing: bool,
+    tokens_per_second: f64,
+    peak_gib: Option<f64>,
 }
 
 impl Bench {
+    /// Appends a result to the file of `--csv`, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] if the file cannot be written.
+    pub fn append(&self, measured: &Measured) -> Result<(), Error> {
+        let Some(path) = &self.csv else { return Ok(()) };
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
+        let empty = file.metadata().map_err(Error::io(path))?.len() == 0;
+        let mut table = csv::WriterBuilder::new().has_headers(empty).from_writer(file);
+        let row = Row {
+            implementation: "ours",
+            mode: format!("{:?}", self.mode).to_lowercase(),
+            context: self.context,
+            batch: self.batch,
+            checkpointing: self.checkpointing,
+            tokens_per_second: measured.tokens_per_second,
+            peak_gib: measured.peak.map(|peak| peak.bytes as f64 / (1u64 << 30) as f64),
+        };
+        let written = table.serialize(row).map_err(std::io::Error::from).and_then(|()| table.flush());
+        written.map_err(Error::io(path))
+    }
+
     /// Runs the steps.
     ///
     /// # Errors
@@ -78,16 +119,16 @@ impl Bench {
             (Mode::Train, true) => device.clone().autodiff().gradient_checkpointing(),
         };
         let model = config.decoder.try_init(&device)?.map(&mut Cast(dtype));
-        let ((mut times, peak_bytes), tokens) = match self.mode {
+        let ((mut times, peak), tokens) = match self.mode {
             Mode::Train => (self.train(model, &device)?, self.batch * self.context),
             Mode::Decode => (self.decode(&model, &device)?, self.batch),
         };
         times.sort_by(f64::total_cmp);
-        Ok(Measured { tokens_per_second: tokens as f64 / times[times.len() / 2], peak_bytes })
+        Ok(Measured { tokens_per_second: tokens as f64 / times[times.len() / 2], peak })
     }
 
     fn train(&self, model: FlashDecoder, device: &Device) -> Result<Steps, Error> {
-        let row = Row { tokens: (0..self.context as u32).map(|at| at % 97).collect(), starts: vec![0] };
+        let row = documents::Row { tokens: (0..self.context as u32).map(|at| at % 97).collect(), starts: vec![0] };
         let batch = RowBatcher { context: self.context }.batch(vec![row; self.batch], device);
         let mut optimizer = ModuleOptimizer::from(AdamWConfig::new().build());
         self.times(device, model, |model| {
@@ -101,10 +142,9 @@ impl Bench {
     fn decode(&self, model: &FlashDecoder, device: &Device) -> Result<Steps, Error> {
         let mut cache = model.new_cache(self.batch, self.context + self.warmup + self.steps + 1)?;
         let options = FlashAttentionOptions::new();
-        // The context in parts, so that logits of all its positions need not exist at once.
         for begin in (0..self.context).step_by(512) {
             let new = Tensor::<2, Int>::zeros([self.batch, 512.min(self.context - begin)], device);
-            model.try_forward_step(new, &mut cache, &options)?;
+            model.try_hidden_step(new, &mut cache.layers, &options)?;
         }
         let token = Tensor::<2, Int>::zeros([self.batch, 1], device);
         self.times(device, cache, |mut cache| {
@@ -135,13 +175,14 @@ impl Bench {
             state = next;
         }
         // Observing takes time.
-        let (last, peak_bytes) = observed(device, || step(state));
-        last.map(|_| (times, peak_bytes))
+        let mut last = Ok(());
+        let peak = peak(device, || last = step(state).map(drop));
+        last.map(|()| (times, peak))
     }
 }
 
-/// Seconds of the steps that count, and the largest number of bytes in use.
-type Steps = (Vec<f64>, Option<u64>);
+/// Seconds of the steps that count, and the peak memory of one more.
+type Steps = (Vec<f64>, Option<Peak>);
 
 /// Casts parameters to an element type.
 struct Cast(DType);
@@ -150,40 +191,4 @@ impl ModuleMapper for Cast {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         Param::from_tensor(param.into_value().detach().cast(self.0).detach())
     }
-}
-
-/// The result of `work`, and the largest number of bytes in use in the device's memory pool meanwhile. Allocations are made for launches, so
-/// that the largest number at a launch is the largest of all.
-#[cfg(any(feature = "wgpu", feature = "cuda", feature = "rocm"))]
-fn observed<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Option<u64>) {
-    use burn::backend::DispatchDevice;
-    use cubecl::MemoryScope;
-    use cubecl::client::Client;
-    use cubecl_runtime::logging::{LaunchObservation, LaunchObserver};
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
-
-    struct Watch(Client, AtomicU64);
-    impl LaunchObserver for Watch {
-        fn launched(&self, _kernel: &'static str) {
-            self.1.fetch_max(self.0.memory_report(MemoryScope::Device).usage().bytes_in_use, Ordering::Relaxed);
-        }
-    }
-    match device.clone().inner().as_dispatch() {
-        DispatchDevice::Cube(device) => {
-            let watch = Arc::new(Watch(device.client(), AtomicU64::new(0)));
-            let observation = LaunchObservation::new(watch.clone());
-            let result = work();
-            drop(observation);
-            (result, Some(watch.1.load(Ordering::Relaxed)))
-        }
-        #[allow(unreachable_patterns)]
-        _ => (work(), None),
-    }
-}
-
-/// The result of `work`. Without GPUs there is no memory pool.
-#[cfg(not(any(feature = "wgpu", feature = "cuda", feature = "rocm")))]
-fn observed<T>(_: &Device, work: impl FnOnce() -> T) -> (T, Option<u64>) {
-    (work(), None)
 }

@@ -11,6 +11,7 @@ use crate::lora::{AdapterConfig, merge};
 use crate::sample::Sampling;
 use crate::text::{ChatTemplate, Message, Text};
 use clap::{Args, Parser, Subcommand};
+use example_support::memory::Peak;
 use gpt::config::Dtype;
 use gpt::device::AtRest;
 use std::io::{self, Read, Write};
@@ -103,10 +104,10 @@ impl Cli {
                 let _at_rest = AtRest(vec![device.clone()]);
                 let measured = bench.run(&device, dtype)?;
                 println!("tokens/s   {:.1}", measured.tokens_per_second);
-                if let Some(bytes) = measured.peak_bytes {
+                if let Some(Peak { bytes, .. }) = measured.peak {
                     println!("memory     {:.1} MiB at most", bytes as f64 / (1u64 << 20) as f64);
                 }
-                Ok(())
+                bench.append(&measured)
             }
         }
     }

@@ -2,10 +2,8 @@
 
 use crate::error::Error;
 use crate::sample::Sampling;
-use burn::tensor::{Int, Tensor, TensorData};
-use burn_flash_attention::{
-    AttentionError, FlashAttentionOptions, FlashDecoder, FlashDecoderCache, FlashSelfAttentionInput, RotaryEmbedding,
-};
+use burn::tensor::{Tensor, TensorData};
+use burn_flash_attention::{AttentionError, FlashAttentionOptions, FlashDecoder, FlashDecoderCache, RotaryEmbedding};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
@@ -97,13 +95,9 @@ fn prefill(
         prompt.iter().map(|token| *token as i32).chain(padding)
     });
     let tokens = TensorData::new(padded.collect(), [prompts.len(), longest]);
-    let mut x = model.embedding.forward(Tensor::<2, Int>::from_data(tokens, &device));
-    x = model.embedding_scale.map_or(x.clone(), |scale| x * scale);
-    for (layer, cache) in model.layers.iter().zip(&mut cache.layers) {
-        x = layer.try_forward_step(FlashSelfAttentionInput::new(x).options(options.clone()), cache)?;
-    }
-    let last = lens.iter().enumerate().map(|(row, len)| x.clone().narrow(0, row, 1).narrow(1, len - 1, 1));
-    Ok(model.logits(model.norm.forward(Tensor::cat(last.collect(), 0))))
+    let hidden = model.try_hidden_step(Tensor::from_data(tokens, &device), &mut cache.layers, &options)?;
+    let last = lens.iter().enumerate().map(|(row, len)| hidden.clone().narrow(0, row, 1).narrow(1, len - 1, 1));
+    Ok(model.logits(Tensor::cat(last.collect(), 0)))
 }
 
 /// Logits `[batch, 1, vocab_size]` as rows on the host.
