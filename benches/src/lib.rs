@@ -17,6 +17,7 @@
 //! sweep            every tile shape, and what the profiler sees
 //! tune             ways to plan Hopper's forward
 //! host             host time of small calls; host_peer.py: PyTorch's
+//! ranks            one sequence over several GPUs
 //! report           results as a page of charts, and as the tables and charts of documents
 //! ```
 
@@ -36,6 +37,8 @@ mod peers;
 pub mod problems;
 mod publish;
 mod published;
+#[cfg(feature = "cuda")]
+mod ranks;
 mod replace;
 pub mod report;
 pub mod results;
@@ -73,6 +76,9 @@ enum Command {
     Memory(memory::Options),
     /// Measures the host time of small calls, through the kernels crate and through Burn.
     Host(host::Options),
+    /// Times attention of one sequence over several GPUs, beside one.
+    #[cfg(feature = "cuda")]
+    Ranks(ranks::Options),
     /// Draws results as a page with charts.
     Report {
         /// Names of results; by default all.
@@ -135,6 +141,8 @@ pub fn main() {
         Some(Command::Tune(options)) => tune::run(&options),
         Some(Command::Memory(options)) => memory::run(&options),
         Some(Command::Host(options)) => host::run(&options),
+        #[cfg(feature = "cuda")]
+        Some(Command::Ranks(options)) => ranks::run(&options),
         Some(Command::Report { names, directory, out, pictures, mixed }) => {
             let allow = if mixed { report::Allow::Any } else { report::Allow::OneCommit };
             report::write(&directory, &names, &out, pictures.as_deref(), allow).map(say)
