@@ -135,7 +135,16 @@ impl Bench {
             let hidden = model.try_hidden(batch.tokens.clone(), &FlashAttentionOptions::new())?;
             let loss = cross_entropy(&model, hidden, &batch.targets, self.chunk);
             let gradients = GradientsParams::from_grads(loss.objective.backward(), &model);
-            Ok(optimizer.step(1e-5, model, gradients))
+            let model = optimizer.step(1e-5, model, gradients);
+            // What has failed on the device, as an allocation, shows where a result is read.
+            let updated = model.embedding.weight.val().inner().slice([0..1, 0..1]).reshape([1]).cast(DType::F32);
+            for value in [loss.value, updated] {
+                let value = value.try_into_scalar::<f32>().map_err(Error::execution)?;
+                if !value.is_finite() {
+                    return Err(Error::execution(format!("a step gave {value}")));
+                }
+            }
+            Ok(model)
         })
     }
 
