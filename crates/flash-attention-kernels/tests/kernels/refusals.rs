@@ -36,6 +36,8 @@ const SITES: &[(&str, &str, usize, &str)] = &[
     ("launch/mod.rs", "Buffer", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "OutputOverlaps", 1, "refusals::tensors::tensors_that_do_not_fit"),
     ("launch/mod.rs", "Unsupported", 1, "refusals::tensors::tensors_that_the_problem_does_not_state"),
+    ("launch/rotary.rs", "Allocation", 1, "rotary::what_cannot_be_rotated_is_refused"),
+    ("launch/rotary.rs", "Unsupported", 1, "rotary::what_cannot_be_rotated_is_refused"),
     ("launch/tensor_core.rs", "Grid", 1, OUT_OF_REACH),
     ("tiling.rs", "KernelUnavailable", 1, "refusals::limits::what_this_device_lacks"),
     ("tiling.rs", "Unsupported", 1, "refusals::limits::tiles_kernels_and_scratch"),
