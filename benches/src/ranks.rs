@@ -94,7 +94,7 @@ pub fn run(options: &Options) -> Result<(), Error> {
         rows.iter().try_for_each(|row| table.serialize(row))?;
         Ok(table.flush()?)
     });
-    written.map_err(|error| Error::Other(format!("{} cannot be written: {error}", path.display())))
+    written.map_err(|source| Error::csv(path, source))
 }
 
 /// Times a method, and returns its output in one piece.

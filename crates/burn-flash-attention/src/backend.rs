@@ -153,6 +153,19 @@ pub struct Wanted {
     pub dscore_tensors: [bool; TENSORS],
 }
 
+impl Wanted {
+    /// The gradients of `q`, `k` and `v`.
+    pub const QKV: Wanted = Wanted {
+        dq: true,
+        dk: true,
+        dv: true,
+        dbias: false,
+        dalibi_slopes: false,
+        dsinks: false,
+        dscore_tensors: [false; TENSORS],
+    };
+}
+
 /// What autodiff makes of the log-sum-exp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lse {

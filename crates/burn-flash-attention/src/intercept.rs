@@ -218,17 +218,8 @@ impl Operation {
                 let [q, k, v] = [&of.query, &of.key, &of.value].map(|input| float(context, input));
                 let [out, lse, dout] = [&of.out, &of.logsumexp, &of.out_grad].map(|input| float(context, input));
                 let saved = Saved { out, lse, dout, dlse: OptionalFloat::None };
-                let wanted = Wanted {
-                    dq: true,
-                    dk: true,
-                    dv: true,
-                    dbias: false,
-                    dalibi_slopes: false,
-                    dsinks: false,
-                    dscore_tensors: [false, false],
-                };
                 let options = options(&of.options);
-                let gradients = try_backward(q, k, v, extras(Tensors::default()), saved, wanted, options)?;
+                let gradients = try_backward(q, k, v, extras(Tensors::default()), saved, Wanted::QKV, options)?;
                 let all =
                     [(&of.query_grad, gradients.dq), (&of.key_grad, gradients.dk), (&of.value_grad, gradients.dv)];
                 all.into_iter().filter_map(|(name, tensor)| Some((name, tensor.into_option()?))).collect()

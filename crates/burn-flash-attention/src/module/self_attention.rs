@@ -333,7 +333,7 @@ impl FlashSelfAttention {
     pub fn try_forward(&self, input: impl Into<FlashSelfAttentionInput>) -> Result<Tensor<3>, AttentionError> {
         let FlashSelfAttentionInput { x, angles, options } = input.into();
         let [_, seq, _] = x.dims();
-        self.check(&x, &options, seq)?;
+        let options = self.configured(&x, options, seq)?;
         let angles = self.angles(angles, |rotary| rotary.angles(0, seq))?;
         let ([q, k, v], options) = self.operands(x, angles, options)?;
         Ok(joined(try_flash_attention(q, k, v, &options)?, &self.output))
@@ -401,7 +401,7 @@ impl FlashSelfAttention {
     ) -> Result<Tensor<3>, AttentionError> {
         let FlashSelfAttentionInput { x, angles, options } = input.into();
         let [_, new, _] = x.dims();
-        self.check(&x, &options, cache.max_len() + new)?;
+        let options = self.configured(&x, options, cache.max_len() + new)?;
         let angles = self.angles(angles, |rotary| rotary.angles_after(cache, new))?;
         let ([q, k, v], options) = self.operands(x, angles, options)?;
         Ok(joined(try_flash_attention_with_kvcache(q, k, v, cache, &options)?, &self.output))
@@ -432,7 +432,6 @@ impl FlashSelfAttention {
         angles: Option<RotaryAngles>,
         options: FlashAttentionOptions,
     ) -> Result<([Tensor<4>; 3], FlashAttentionOptions), AttentionError> {
-        let options = with_settings(options, &self.settings())?;
         let placed = |linear, heads_of, norm: &Option<RmsNorm>| {
             let x = heads(x.clone(), linear, heads_of);
             let x = norm.as_ref().map_or(x.clone(), |norm| norm.forward(x));
@@ -457,12 +456,17 @@ impl FlashSelfAttention {
         }
     }
 
-    /// Checks shapes and options before anything runs. What the module sets, the options must leave out.
-    fn check(&self, x: &Tensor<3>, options: &FlashAttentionOptions, seq_k: usize) -> Result<(), AttentionError> {
+    /// Checks shapes and options before anything runs, and adds the options that the module sets, which the call must leave out.
+    fn configured(
+        &self,
+        x: &Tensor<3>,
+        options: FlashAttentionOptions,
+        seq_k: usize,
+    ) -> Result<FlashAttentionOptions, AttentionError> {
         let [batch, seq, _] = x.dims();
         self.check_width(x)?;
-        check_options(options, [batch, self.num_heads_q, seq, seq_k], false, &self.dropout)?;
-        with_settings(options.clone(), &self.settings()).map(|_| ())
+        check_options(&options, [batch, self.num_heads_q, seq, seq_k], false, &self.dropout)?;
+        with_settings(options, &self.settings())
     }
 
     /// Checks the size of the input's vectors.

@@ -1,5 +1,6 @@
 //! Options that a module sets for every call.
 
+use crate::checks::unsupported_value;
 use crate::options::FlashAttentionOptions;
 use burn::tensor::Tensor;
 use flash_attention_kernels::{Alignment, AttentionError, BackwardOrder, Precision};
@@ -39,11 +40,9 @@ fn one<T>(
     value: impl Fn(&T) -> String,
 ) -> Result<Option<T>, AttentionError> {
     match (&module, &call) {
-        (Some(_), Some(of_call)) => Err(AttentionError::Unsupported {
-            option,
-            value: value(of_call),
-            why: "the module sets it; leave it out of the options",
-        }),
+        (Some(_), Some(of_call)) => {
+            Err(unsupported_value(option, value(of_call), "the module sets it; leave it out of the options"))
+        }
         _ => Ok(module.or(call)),
     }
 }
@@ -54,7 +53,7 @@ fn chosen<T: PartialEq>(module: T, call: T, default: T) -> T {
 
 /// Checks that a module can keep these options: it has its own dropout, and tensors come with a call, on its device.
 pub(super) fn check_settings(option: &'static str, options: &FlashAttentionOptions) -> Result<(), AttentionError> {
-    let refused = |value, why| Err(AttentionError::Unsupported { option, value, why });
+    let refused = |value: String, why| Err(unsupported_value(option, value, why));
     if options.dropout != 0.0 || options.dropout_seed.is_some() {
         return refused(format!("a dropout of {}", options.dropout), "the module has its own dropout rate");
     }
@@ -78,7 +77,7 @@ pub(super) fn of_layer(
     }
     if layers.len() != n_layers {
         let value = format!("{} options for {n_layers} layers", layers.len());
-        return Err(AttentionError::Unsupported { option, value, why: "each layer has its own, or there are none" });
+        return Err(unsupported_value(option, value, "each layer has its own, or there are none"));
     }
     Ok(layers[nth].clone())
 }

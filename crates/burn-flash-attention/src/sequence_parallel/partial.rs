@@ -8,7 +8,6 @@ use crate::tensors::{Extras, OptionalFloat, Tensors};
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::Tensor;
 use flash_attention_kernels::BlockLists;
-use flash_attention_kernels::mods::TENSORS;
 
 /// What the backward of a call reads, without autodiff.
 #[derive(Clone, Debug)]
@@ -38,18 +37,9 @@ pub fn backward(call: SavedCall, dout: Tensor<4>, options: &FlashAttentionOption
         dout: dout.into_dispatch(),
         dlse: OptionalFloat::None,
     };
-    let wanted = Wanted {
-        dq: true,
-        dk: true,
-        dv: true,
-        dbias: false,
-        dalibi_slopes: false,
-        dsinks: false,
-        dscore_tensors: [false; TENSORS],
-    };
     let extras = Extras::new(Tensors::<DispatchTensor>::default(), [0; 2], BlockLists::default());
     let [q, k, v] = [q, k, v].map(Tensor::into_dispatch);
-    let found = Dispatch::flash_attention_backward(q, k, v, extras, saved, wanted, options.numbers());
+    let found = Dispatch::flash_attention_backward(q, k, v, extras, saved, Wanted::QKV, options.numbers());
     [found.dq, found.dk, found.dv].map(|gradient| match gradient.into_option() {
         Some(gradient) => Tensor::from_dispatch(gradient),
         None => unreachable!("all three are wanted"),

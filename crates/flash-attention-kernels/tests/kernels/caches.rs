@@ -104,10 +104,7 @@ fn what_cannot_be_appended_is_refused() {
     if !supports(&client, dtype) {
         return;
     }
-    let zeros = |shape: [usize; 4]| {
-        let len: usize = shape.iter().product();
-        TensorView::contiguous(client.create_from_slice(&vec![0; len * dtype.size()]), shape)
-    };
+    let zeros = |shape| zeros(&client, dtype, shape);
     let call = CacheAppend {
         k: zeros([2, 2, 3, 16]),
         v: zeros([2, 2, 3, 8]),

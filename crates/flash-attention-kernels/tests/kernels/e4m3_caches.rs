@@ -261,10 +261,7 @@ fn caches_that_cannot_be_in_e4m3_are_refused() {
     if !supports(&client, dtype) {
         return;
     }
-    let zeros = |shape: [usize; 4]| {
-        let len: usize = shape.iter().product();
-        TensorView::contiguous(client.create_from_slice(&vec![0; len * dtype.size()]), shape)
-    };
+    let zeros = |shape| zeros(&client, dtype, shape);
     let pool = |shape: [usize; 4]| Pool::new(&client, shape).view();
     let call = CacheAppend {
         k: zeros([2, 2, 3, 16]),

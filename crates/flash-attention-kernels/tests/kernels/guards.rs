@@ -157,6 +157,12 @@ impl<const RANK: usize> Guarded<RANK> {
     }
 }
 
+/// A contiguous tensor of zeros, where values do not matter.
+pub fn zeros(client: &Client, dtype: Dtype, shape: [usize; 4]) -> TensorView {
+    let len = shape.iter().product::<usize>().max(1);
+    TensorView::contiguous(client.create_from_slice(&vec![0; len * dtype.size()]), shape)
+}
+
 /// Writes a tensor (row-major `values`) to a guarded buffer with this layout. Gaps are NaN.
 pub fn place(client: &Client, dtype: Dtype, shape: [usize; 4], layout: Layout, values: &[f64]) -> Guarded {
     place_at(client, dtype, 0, shape, layout, values)

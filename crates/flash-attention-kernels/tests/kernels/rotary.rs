@@ -88,10 +88,7 @@ fn what_cannot_be_rotated_is_refused() {
     if !supports(&client, dtype) {
         return;
     }
-    let zeros = |shape: [usize; 4]| {
-        let len: usize = shape.iter().product();
-        TensorView::contiguous(client.create_from_slice(&vec![0; 4 * len.max(1)]), shape)
-    };
+    let zeros = |shape| zeros(&client, Dtype::F32, shape);
     let call = Rotary {
         x: zeros([2, 3, 5, 8]),
         cos: zeros([1, 1, 5, 4]),

@@ -2,7 +2,7 @@
 
 use crate::device::Strength;
 
-/// Describes what [`peak`] measures.
+/// Describes what [`peak`](example_support::memory::peak) measures.
 pub fn meaning(strength: Strength) -> &'static str {
     match strength {
         Strength::Cpu => "the most memory resident in the process",
